@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"syscall"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -38,6 +39,25 @@ func OpenAt(path string, log *slog.Logger) (*File, error) {
 		return nil, err
 	}
 	f.fresh = fresh
+	return f, nil
+}
+
+// errNoPlace says that neither folder can have the key that engines share.
+var errNoPlace = errors.New("no folder for the key that this user's engines share")
+
+// OpenOrOwn is OpenAt for whoever can do without other engines. If neither folder can have the key that engines share, for
+// example because somebody else has made the one in /tmp first, it gives a key that nobody else has and no file has.
+func OpenOrOwn(path string, log *slog.Logger) (*File, error) {
+	f, err := OpenAt(path, log)
+	if !errors.Is(err, errNoPlace) {
+		return f, err
+	}
+	if log != nil {
+		log.Warn("the key that this user's engines share has no folder, so this process has a key of its own: no other engine takes its blocks or tickets, "+
+			"and blocks that it stores are lost to its next start; set kvport.ticket_key_file", "error", err)
+	}
+	f = Fixed(New(time.Now()))
+	f.fresh = true
 	return f, nil
 }
 
@@ -111,7 +131,7 @@ func shared(log *slog.Logger, link linker) (string, error) {
 	}
 	switch {
 	case err != nil && runtimeErr != nil:
-		return "", runtimeErr
+		return "", fmt.Errorf("%w: %w; %w", errNoPlace, err, runtimeErr)
 	case err != nil:
 		log.Warn("the key that this user's engines share is only in the runtime folder, which the machine's next start may empty", "folder", runtime, "error", err)
 		return theirs, create(theirs, nil, link)

@@ -218,3 +218,52 @@ func TestSharedWithoutState(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, f.Path(), os.Getenv("TMPDIR"))
 }
+
+// Somebody else who makes the folders first, or a machine without a folder to write to, keeps no engine from starting.
+// Without a state folder it has a key of its own then, and says so; with one it has the key of all.
+func TestFoldersOfOthers(t *testing.T) {
+	state, runtime := places(t)
+	squat := func(dir string) { // as another user would: not ours alone
+		require.NoError(t, os.Mkdir(dir, 0o777))
+		require.NoError(t, os.Chmod(dir, 0o777))
+	}
+	squat(filepath.Dir(runtime))
+	f, err := OpenOrOwn("", nil)
+	require.NoError(t, err)
+	require.Equal(t, state, f.Path())
+
+	t.Setenv("HOME", "")
+	var out bytes.Buffer
+	ids := map[string]bool{f.Ring().First().ID: true}
+	for range 2 {
+		out.Reset()
+		f, err = OpenOrOwn("", slog.New(slog.NewTextHandler(&out, nil)))
+		require.NoError(t, err)
+		require.Empty(t, f.Path())
+		require.True(t, f.Fresh())
+		require.False(t, ids[f.Ring().First().ID], "the key is nobody else's")
+		ids[f.Ring().First().ID] = true
+		require.Equal(t, 1, strings.Count(out.String(), "\n"))
+		require.Contains(t, out.String(), filepath.Dir(runtime))
+		require.Contains(t, out.String(), "kvport.ticket_key_file")
+	}
+	entries, err := os.ReadDir(filepath.Dir(runtime))
+	require.NoError(t, err)
+	require.Empty(t, entries, "nothing is put into another's folder")
+	_, err = OpenAt("", nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible, "a router has no use for such a key")
+	t.Setenv("XDG_RUNTIME_DIR", filepath.Join(os.DevNull, "x"))
+	_, err = OpenOrOwn("", nil)
+	require.NoError(t, err)
+
+	// A key that is there and cannot be used is no reason for another one.
+	_, runtime = places(t)
+	t.Setenv("HOME", "")
+	_, err = OpenAt("", nil)
+	require.NoError(t, err)
+	require.NoError(t, os.Chmod(runtime, 0o644))
+	_, err = OpenOrOwn("", nil)
+	require.ErrorContains(t, err, "use chmod 600")
+	_, err = OpenOrOwn(filepath.Join(t.TempDir(), "missing"), nil)
+	require.ErrorIs(t, err, fs.ErrNotExist)
+}
