@@ -254,10 +254,11 @@ type Binary struct {
 
 // Find looks for the plugin that answers to name, a connector's name or alias, among the kvport-*
 // executables of the given folders. Of several the first in the order of the folders wins, but one
-// whose file is called like the connector goes before all others: then nothing else is run. Errors
-// wrap ErrConfig and say where it looked, what it found, and which known name is nearest.
+// whose file is called like the connector goes before all others: then nothing else is run. It asks all
+// files otherwise, outside a sandbox; an engine asks only those that have the name in them. Errors wrap
+// ErrConfig and say where it looked, what it found, and which known name is nearest.
 func Find(paths []string, name string) (*Binary, error) {
-	b, err := plugin.Find(context.Background(), &plugin.Wanted{Connector: name, Paths: paths, Composed: []string{MultiName}})
+	b, err := plugin.Find(context.Background(), &plugin.Wanted{Connector: name, Paths: paths, Composed: []string{MultiName}, AskAll: true})
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,7 @@ package plugin
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"debug/elf"
@@ -10,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -43,6 +45,7 @@ type Wanted struct {
 	Module    string   // the plugin's binary; empty: it is searched for
 	SHA256    string   // that the binary must have, in hex; empty: any
 	Composed  []string // connectors that need no plugin: a misspelt name may be meant to be theirs
+	AskAll    bool     // asks files too that have the name nowhere in them, to say what there is instead
 
 	Handshake time.Duration // that the config gives a plugin's start; a manifest may take as long
 	Sandbox   *sandbox.Spec // in which the manifest of the wanted plugin is asked for; nil: outside
@@ -63,8 +66,9 @@ const pluginPrefix = "kvport-"
 
 // Find looks for the plugin that answers to the wanted name among the executables of the given folders.
 // Of several the first in the order of the folders wins, but one whose file is called like the connector
-// goes before all others: then nothing else is run. Errors wrap config.Err and say where it looked, what
-// it found, and which known name is nearest.
+// goes before all others: then nothing else is run. Unless AskAll is set, others are run only if they have
+// the name in them, so a name that nobody has runs nothing. Errors wrap config.Err and say where it looked,
+// what it found, and which known name is nearest.
 func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	var named, others []string
 	for _, path := range candidates(w.Paths) {
@@ -78,11 +82,52 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	if b != nil {
 		return b, nil
 	}
-	second, b := probe(ctx, others, w, w.Search)
+	ask := others
+	if !w.AskAll {
+		ask = having(others, w.Connector)
+	}
+	second, b := probe(ctx, ask, w, w.Search)
 	if b != nil {
 		return b, nil
 	}
-	return nil, notFound(w, append(first, second...))
+	return nil, notFound(w, append(named, others...), append(first, second...))
+}
+
+// having are the files that have a name in them, as programs and scripts have what they answer to.
+func having(paths []string, name string) (found []string) {
+	has := make([]bool, len(paths))
+	var work sync.WaitGroup
+	for i, path := range paths {
+		work.Go(func() { has[i] = hasText(path, name) })
+	}
+	work.Wait()
+	for i, path := range paths {
+		if has[i] {
+			found = append(found, path)
+		}
+	}
+	return found
+}
+
+// hasText reports whether a text is in a file.
+func hasText(path, text string) bool {
+	f, err := config.OpenFile(path)
+	if err != nil || text == "" {
+		return false
+	}
+	defer f.Close()
+	buffer := make([]byte, len(text)+1<<20)
+	for kept := 0; ; {
+		n, err := f.Read(buffer[kept:])
+		if bytes.Contains(buffer[:kept+n], []byte(text)) {
+			return true
+		}
+		if err != nil {
+			return false
+		}
+		last := buffer[max(0, kept+n-len(text)+1) : kept+n] // the text may begin there
+		kept = copy(buffer, last)
+	}
 }
 
 // namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector.
@@ -92,7 +137,8 @@ func namedAfter(path, name string) bool {
 	return base == lower || base == strings.TrimSuffix(lower, "connector")
 }
 
-func notFound(w *Wanted, found []Found) error {
+// notFound says what there is: the connectors if all files were asked, else the files.
+func notFound(w *Wanted, files []string, found []Found) error {
 	known, own, broken := slices.Clone(w.Composed), slices.Clone(w.Composed), []string(nil)
 	for _, f := range found {
 		if f.Err != nil {
@@ -102,13 +148,21 @@ func notFound(w *Wanted, found []Found) error {
 		own = append(own, f.Manifest.Name)
 		known = append(append(known, f.Manifest.Name), f.Manifest.Aliases...)
 	}
+	near, hint := nearestConnector(w.Connector, known), ""
+	if !w.AskAll {
+		for _, path := range files {
+			own = append(own, filepath.Base(path))
+		}
+		near = cmp.Or(near, nearestFile(w.Connector, files))
+		hint = "; `kvport plugins list` asks the files which connectors they are"
+	}
 	looked := "no plugin folder is set"
 	if len(w.Paths) > 0 {
 		looked = "looked in " + strings.Join(w.Paths, ", ")
 	}
 	slices.Sort(own)
-	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)",
-		config.Err, strictjson.Quote(w.Connector), nearestConnector(w.Connector, known), strings.Join(slices.Compact(own), ", "), looked)
+	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)%s",
+		config.Err, strictjson.Quote(w.Connector), near, strings.Join(slices.Compact(own), ", "), looked, hint)
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
@@ -131,6 +185,21 @@ func nearestConnector(name string, known []string) string {
 		return ""
 	}
 	return fmt.Sprintf(", did you mean %q?", near)
+}
+
+// nearestFile suggests a file that is called almost like a connector.
+func nearestFile(name string, files []string) string {
+	bases := map[string]string{}
+	for _, path := range files {
+		base := filepath.Base(path)
+		short := strings.TrimPrefix(base, pluginPrefix)
+		bases[short], bases[short+"connector"] = base, base
+	}
+	near := bases[strictjson.Nearest(name, slices.Sorted(maps.Keys(bases)), 3)]
+	if near == "" {
+		return ""
+	}
+	return fmt.Sprintf(", did you mean the connector of %s?", near)
 }
 
 func stem(connector string) string {
@@ -403,6 +472,11 @@ func Resolve(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
 	if err := checkExecutable(path); err != nil {
 		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", config.Err, noModule(path, err))
 	}
+	if hash == "" {
+		if err := trusted(path); err != nil {
+			return nil, nil, fmt.Errorf("%w: %w", config.Err, err)
+		}
+	}
 	p, err := OpenProgram(path, hash)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", config.Err, err)
@@ -446,6 +520,54 @@ func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error
 		strictjson.Quote(w.Connector), w.SHA256, strings.Join(w.Paths, ", "), strings.Join(wrong, ", "))
 }
 
+// trusted refuses a binary that others than this user and root can change, by its own mode or by that of its folder. One
+// whose content is pinned needs no such check.
+func trusted(path string) error {
+	file, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return err
+	}
+	for _, at := range []string{file, filepath.Dir(file), filepath.Dir(path)} {
+		info, err := os.Lstat(at)
+		if err != nil {
+			return err
+		}
+		if others := whoElse(info); others != "" {
+			return fmt.Errorf("plugin %s: %s can be changed by %s (mode %04o): take that right from them with chmod or chown, or pin the content with kvport.plugin_sha256",
+				path, at, others, modeOf(info))
+		}
+	}
+	return nil
+}
+
+// whoElse names those who can change a file, or the files of a folder, apart from this user and root; empty: nobody.
+func whoElse(info fs.FileInfo) string {
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	mode := info.Mode()
+	switch {
+	case !ok:
+		return "nobody knows whom"
+	case stat.Uid != 0 && int(stat.Uid) != os.Getuid():
+		return fmt.Sprintf("its owner, user %d", stat.Uid)
+	case mode.IsDir() && mode&fs.ModeSticky != 0: // there everybody changes their own files
+		return ""
+	case mode.Perm()&0o002 != 0:
+		return "every user"
+	case mode.Perm()&0o020 != 0 && stat.Gid != 0 && int(stat.Gid) != os.Getgid():
+		return fmt.Sprintf("group %d", stat.Gid)
+	}
+	return ""
+}
+
+// modeOf is a mode as chmod takes it.
+func modeOf(info fs.FileInfo) uint32 {
+	mode := uint32(info.Mode().Perm())
+	if info.Mode()&fs.ModeSticky != 0 {
+		mode |= 0o1000
+	}
+	return mode
+}
+
 // Program is a binary that can be started. A pinned one is a sealed copy in memory of the bytes
 // that were hashed, so nobody can swap the file between the check and the start.
 type Program struct {
@@ -457,9 +579,9 @@ type Program struct {
 // into place before exec, and the copy's must not be overwritten by that.
 const firstFreeFD = 256
 
-// Executable is the program at path, which is not opened.
+// Executable is the program at path, which is not opened. It is an error if others can change the file.
 func Executable(path string) (*Program, error) {
-	if err := checkExecutable(path); err != nil {
+	if err := cmp.Or(checkExecutable(path), trusted(path)); err != nil {
 		return nil, err
 	}
 	return &Program{Path: path}, nil
