@@ -207,6 +207,7 @@ func FuzzChat(f *testing.F) {
 			w.String("tokenizer.chat_template", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
 		})))
 		require.NoError(t, err)
+		one, two = strings.ToValidUTF8(one, ""), strings.ToValidUTF8(two, "") // as JSON has it
 		chat, err := tok.Chat([]Message{{"user", one}, {"user", two}})
 		if err != nil {
 			require.ErrorContains(t, err, "U+FDD0")
