@@ -67,8 +67,9 @@ const pluginPrefix = "kvport-"
 // Find looks for the plugin that answers to the wanted name among the executables of the given folders.
 // Of several the first in the order of the folders wins, but one whose file is called like the connector
 // goes before all others: then nothing else is run. Unless AskAll is set, others are run only if they have
-// the name in them, so a name that nobody has runs nothing. Errors wrap config.Err and say where it looked,
-// what it found, and which known name is nearest.
+// the name in them, so a name that nobody has runs nothing. A file that others can change is an error if it
+// comes before the winner: what runs must not depend on their file being passed over. Errors wrap config.Err
+// and say where it looked, what it found, and which known name is nearest.
 func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	var named, others []string
 	for _, path := range candidates(w.Paths) {
@@ -79,6 +80,9 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 		}
 	}
 	first, b := probe(ctx, named, w, w.Sandbox)
+	if err := refused(named, b); err != nil {
+		return nil, err
+	}
 	if b != nil {
 		return b, nil
 	}
@@ -87,10 +91,31 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 		ask = having(others, w.Connector)
 	}
 	second, b := probe(ctx, ask, w, w.Search)
+	if err := refused(ask, b); err != nil {
+		return nil, err
+	}
 	if b != nil {
 		return b, nil
 	}
+	for _, f := range first {
+		if f.Err != nil { // it is called like the connector, so it is the one that is meant
+			return nil, fmt.Errorf("%w: %w", config.Err, f.Err)
+		}
+	}
 	return nil, notFound(w, append(named, others...), append(first, second...))
+}
+
+// refused is an error if others can change one of the files before the one that was found, or any if none was.
+func refused(paths []string, found *Binary) error {
+	for _, path := range paths {
+		if found != nil && found.Path == path {
+			return nil
+		}
+		if _, err := trusted(path); isUntrusted(err) {
+			return fmt.Errorf("%w: %w", config.Err, err)
+		}
+	}
+	return nil
 }
 
 // having are the files that have a name in them, as programs and scripts have what they answer to.
@@ -350,7 +375,10 @@ func (p *Program) Manifest(ctx context.Context, limit time.Duration, box *sandbo
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	out, complaint := limitedBuffer{full: stop}, limitedBuffer{full: stop}
-	cmd := p.command(ctx, "--manifest")
+	cmd, err := p.command(ctx, "--manifest")
+	if err != nil {
+		return nil, err
+	}
 	inherit, err := p.confine(cmd, box, nil)
 	if err != nil {
 		return nil, err
@@ -472,11 +500,6 @@ func Resolve(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error) {
 	if err := checkExecutable(path); err != nil {
 		return nil, nil, fmt.Errorf("%w: kv_connector_module_path: %w", config.Err, noModule(path, err))
 	}
-	if hash == "" {
-		if err := trusted(path); err != nil {
-			return nil, nil, fmt.Errorf("%w: %w", config.Err, err)
-		}
-	}
 	p, err := OpenProgram(path, hash)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: kvport.plugin_sha256: %w", config.Err, err)
@@ -520,56 +543,9 @@ func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error
 		strictjson.Quote(w.Connector), w.SHA256, strings.Join(w.Paths, ", "), strings.Join(wrong, ", "))
 }
 
-// trusted refuses a binary that others than this user and root can change, by its own mode or by that of its folder. One
-// whose content is pinned needs no such check.
-func trusted(path string) error {
-	file, err := filepath.EvalSymlinks(path)
-	if err != nil {
-		return err
-	}
-	for _, at := range []string{file, filepath.Dir(file), filepath.Dir(path)} {
-		info, err := os.Lstat(at)
-		if err != nil {
-			return err
-		}
-		if others := whoElse(info); others != "" {
-			return fmt.Errorf("plugin %s: %s can be changed by %s (mode %04o): take that right from them with chmod or chown, or pin the content with kvport.plugin_sha256",
-				path, at, others, modeOf(info))
-		}
-	}
-	return nil
-}
-
-// whoElse names those who can change a file, or the files of a folder, apart from this user and root; empty: nobody.
-func whoElse(info fs.FileInfo) string {
-	stat, ok := info.Sys().(*syscall.Stat_t)
-	mode := info.Mode()
-	switch {
-	case !ok:
-		return "nobody knows whom"
-	case stat.Uid != 0 && int(stat.Uid) != os.Getuid():
-		return fmt.Sprintf("its owner, user %d", stat.Uid)
-	case mode.IsDir() && mode&fs.ModeSticky != 0: // there everybody changes their own files
-		return ""
-	case mode.Perm()&0o002 != 0:
-		return "every user"
-	case mode.Perm()&0o020 != 0 && stat.Gid != 0 && int(stat.Gid) != os.Getgid():
-		return fmt.Sprintf("group %d", stat.Gid)
-	}
-	return ""
-}
-
-// modeOf is a mode as chmod takes it.
-func modeOf(info fs.FileInfo) uint32 {
-	mode := uint32(info.Mode().Perm())
-	if info.Mode()&fs.ModeSticky != 0 {
-		mode |= 0o1000
-	}
-	return mode
-}
-
 // Program is a binary that can be started. A pinned one is a sealed copy in memory of the bytes
-// that were hashed, so nobody can swap the file between the check and the start.
+// that were hashed, so nobody can swap the file between the check and the start. Any other is started
+// only if nobody else can change it, which each start finds out for itself.
 type Program struct {
 	Path string
 	copy *os.File // nil unless pinned
@@ -579,9 +555,9 @@ type Program struct {
 // into place before exec, and the copy's must not be overwritten by that.
 const firstFreeFD = 256
 
-// Executable is the program at path, which is not opened. It is an error if others can change the file.
+// Executable is the program at path, which is not opened.
 func Executable(path string) (*Program, error) {
-	if err := cmp.Or(checkExecutable(path), trusted(path)); err != nil {
+	if err := checkExecutable(path); err != nil {
 		return nil, err
 	}
 	return &Program{Path: path}, nil
@@ -640,17 +616,22 @@ func sealCopy(f *os.File) (sealed *os.File, hash string, err error) {
 }
 
 // command prepares a start in a process group of its own that dies with the thread that starts it,
-// with an empty environment.
-func (p *Program) command(ctx context.Context, args ...string) *exec.Cmd {
-	file := p.Path
+// with an empty environment. It is an error if others can change the program.
+func (p *Program) command(ctx context.Context, args ...string) (*exec.Cmd, error) {
+	var file string
 	if p.copy != nil {
 		file = fmt.Sprintf("/proc/self/fd/%d", p.copy.Fd())
+	} else {
+		var err error
+		if file, err = trusted(p.Path); err != nil {
+			return nil, err
+		}
 	}
 	cmd := exec.CommandContext(ctx, file, args...)
 	cmd.Args[0] = p.Path
 	cmd.Env = []string{}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	return cmd
+	return cmd, nil
 }
 
 // confine makes a command of the program one that runs it in a sandbox; nil: it stays as it is. inherit is what the

@@ -2,8 +2,6 @@ package plugin
 
 import (
 	"bytes"
-	"crypto/sha256"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -101,59 +99,20 @@ func TestHasText(t *testing.T) {
 	require.False(t, hasText(filepath.Dir(path), name))
 }
 
-// A plugin that others can change is not run unless its content is pinned.
-func TestOthersCanChangeThePlugin(t *testing.T) {
-	const nobody = 65534
-	mode := func(dirMode, fileMode os.FileMode) func(string, string) error {
-		return func(dir, file string) error { return errors.Join(os.Chmod(file, fileMode), os.Chmod(dir, dirMode)) }
-	}
-	type change struct {
-		do   func(dir, file string) error
-		want string // in the error; empty: it is run
-	}
-	changes := map[string]change{
-		"ours":                    {mode(0o755, 0o755), ""},
-		"of our own group":        {mode(0o775, 0o775), ""},
-		"in a sticky folder":      {mode(0o777|os.ModeSticky, 0o755), ""},
-		"every user, file":        {mode(0o755, 0o757), "can be changed by every user (mode 0757)"},
-		"every user, folder":      {mode(0o777, 0o755), "can be changed by every user (mode 0777)"},
-		"every user, both rights": {mode(0o777|os.ModeSticky, 0o777), "can be changed by every user (mode 0777)"},
-	}
-	if os.Getuid() == 0 {
-		changes["another owner, file"] = change{func(_, file string) error { return os.Chown(file, nobody, 0) }, "its owner, user 65534"}
-		changes["another owner, folder"] = change{func(dir, _ string) error { return os.Chown(dir, nobody, 0) }, "its owner, user 65534"}
-		changes["another group"] = change{func(_, file string) error { return errors.Join(os.Chown(file, 0, nobody), os.Chmod(file, 0o775)) }, "group 65534"}
-	} else {
-		t.Log("other owners are not tried: only the administrator can give a file away")
-	}
-	for name, c := range changes {
-		dir := t.TempDir()
-		path := filepath.Join(dir, "kvport-some")
-		ran := answering(t, path, "SomeConnector")
-		require.NoError(t, c.do(dir, path), name)
-		link := filepath.Join(t.TempDir(), "kvport-some")
-		require.NoError(t, os.Symlink(path, link))
-		w := &Wanted{Connector: "SomeConnector", Paths: []string{dir}}
-		for way, w := range map[string]*Wanted{"path": w, "link": {Connector: "SomeConnector", Paths: []string{filepath.Dir(link)}}, "module": {Connector: "SomeConnector", Module: path}} {
-			p, _, err := Resolve(t.Context(), w)
-			if c.want == "" {
-				require.NoError(t, err, "%s by %s", name, way)
-				require.NoError(t, p.Close())
-				continue
-			}
-			require.ErrorIs(t, err, config.Err, "%s by %s", name, way)
-			require.ErrorContains(t, err, c.want, "%s by %s", name, way)
-			require.ErrorContains(t, err, "kvport.plugin_sha256")
-			require.False(t, ran(), "%s by %s: it was run", name, way)
-		}
-		if c.want == "" {
-			continue
-		}
-		data, err := os.ReadFile(path)
-		require.NoError(t, err)
-		w.SHA256 = fmt.Sprintf("%x", sha256.Sum256(data))
-		_, _, err = Resolve(t.Context(), w)
-		require.ErrorIs(t, err, config.Err, "a script cannot be pinned")
-		require.NotContains(t, err.Error(), "can be changed", "%s, pinned", name)
-	}
+// A file that is called like the connector is the one that is meant: what is wrong with it is the whole error.
+func TestBrokenFileOfThatName(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "kvport-disk")
+	require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\nexit 3\n"), 0o755))
+	other := answering(t, filepath.Join(dir, "kvport-other"), "OtherConnector")
+	w := &Wanted{Connector: "DiskConnector", Paths: []string{dir}}
+	_, _, err := Resolve(t.Context(), w)
+	require.ErrorIs(t, err, config.Err)
+	require.EqualError(t, err, config.Err.Error()+": "+path+" --manifest: it is no kvport plugin, or a broken one: exit status 3")
+	require.False(t, other())
+
+	answering(t, filepath.Join(dir, "kvport-spare"), "DiskConnector")
+	p, _, err := Resolve(t.Context(), w)
+	require.NoError(t, err, "another file answers to the name")
+	require.NoError(t, p.Close())
 }
