@@ -45,7 +45,6 @@ type Wanted struct {
 	Module    string   // the plugin's binary; empty: it is searched for
 	SHA256    string   // that the binary must have, in hex; empty: any
 	Composed  []string // connectors that need no plugin: a misspelt name may be meant to be theirs
-	AskAll    bool     // asks files too that have the name nowhere in them, to say what there is instead
 
 	Handshake time.Duration // that the config gives a plugin's start; a manifest may take as long
 	Sandbox   *sandbox.Spec // in which the manifest of the wanted plugin is asked for; nil: outside
@@ -66,10 +65,10 @@ const pluginPrefix = "kvport-"
 
 // Find looks for the plugin that answers to the wanted name among the executables of the given folders.
 // Of several the first in the order of the folders wins, but one whose file is called like the connector
-// goes before all others: then nothing else is run. Unless AskAll is set, others are run only if they have
-// the name in them, so a name that nobody has runs nothing. A file that others can change is an error if it
-// comes before the winner: what runs must not depend on their file being passed over. Errors wrap config.Err
-// and say where it looked, what it found, and which known name is nearest.
+// goes before all others: then nothing else is run. Others are run only if they have the name in them, so a
+// name that is in none of the files runs nothing. A file that others can change is an error if it comes
+// before the winner: what runs must not depend on their file being passed over. Errors wrap config.Err and
+// say where it looked, what it found, and which known name is nearest.
 func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	var named, others []string
 	for _, path := range candidates(w.Paths) {
@@ -86,10 +85,7 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	if b != nil {
 		return b, nil
 	}
-	ask := others
-	if !w.AskAll {
-		ask = having(others, w.Connector)
-	}
+	ask := having(ctx, others, w.Connector, w.wait(), hasText)
 	second, b := probe(ctx, ask, w, w.Search)
 	if err := refused(ask, b); err != nil {
 		return nil, err
@@ -102,7 +98,8 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 			return nil, fmt.Errorf("%w: %w", config.Err, f.Err)
 		}
 	}
-	return nil, notFound(w, append(named, others...), append(first, second...))
+	unasked := slices.DeleteFunc(others, func(path string) bool { return slices.Contains(ask, path) })
+	return nil, notFound(w, append(first, second...), unasked)
 }
 
 // refused is an error if others can change one of the files before the one that was found, or any if none was.
@@ -118,52 +115,69 @@ func refused(paths []string, found *Binary) error {
 	return nil
 }
 
-// having are the files that have a name in them, as programs and scripts have what they answer to.
-func having(paths []string, name string) (found []string) {
-	has := make([]bool, len(paths))
-	var work sync.WaitGroup
-	for i, path := range paths {
-		work.Go(func() { has[i] = hasText(path, name) })
+// having are the files that have a name in them, as programs and scripts have what they answer to. One that cannot be
+// read, or not within limit, may have it.
+func having(ctx context.Context, paths []string, name string, limit time.Duration, has func(ctx context.Context, path, text string) bool) []string {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	lack := make(chan string, len(paths)) // nobody waits for a read that hangs
+	var found []string
+	for _, path := range paths {
+		go func() {
+			if has(ctx, path, name) {
+				path = ""
+			}
+			lack <- path
+		}()
 	}
-	work.Wait()
-	for i, path := range paths {
-		if has[i] {
+	without := map[string]bool{}
+	for range paths {
+		select {
+		case path := <-lack:
+			without[path] = true
+		case <-ctx.Done():
+		}
+	}
+	for _, path := range paths {
+		if !without[path] {
 			found = append(found, path)
 		}
 	}
 	return found
 }
 
-// hasText reports whether a text is in a file.
-func hasText(path, text string) bool {
+// hasText reports whether a text is in a file, or may be: one that may be run need not be readable.
+func hasText(ctx context.Context, path, text string) bool {
 	f, err := config.OpenFile(path)
-	if err != nil || text == "" {
-		return false
+	if err != nil {
+		return true
 	}
 	defer f.Close()
 	buffer := make([]byte, len(text)+1<<20)
-	for kept := 0; ; {
+	for kept := 0; ctx.Err() == nil; {
 		n, err := f.Read(buffer[kept:])
 		if bytes.Contains(buffer[:kept+n], []byte(text)) {
 			return true
 		}
 		if err != nil {
-			return false
+			return !errors.Is(err, io.EOF)
 		}
 		last := buffer[max(0, kept+n-len(text)+1) : kept+n] // the text may begin there
 		kept = copy(buffer, last)
 	}
+	return true
 }
 
-// namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector.
+// namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector, or for DiskConnectorV1.
 func namedAfter(path, name string) bool {
 	lower := strings.ToLower(name)
+	short, _, _ := strings.Cut(lower, "connector")
 	base := strings.TrimPrefix(filepath.Base(path), pluginPrefix)
-	return base == lower || base == strings.TrimSuffix(lower, "connector")
+	return base != "" && (base == lower || base == short)
 }
 
-// notFound says what there is: the connectors if all files were asked, else the files.
-func notFound(w *Wanted, files []string, found []Found) error {
+// notFound says what there is: the connectors that answered, and the files that were not asked.
+func notFound(w *Wanted, found []Found, unasked []string) error {
 	known, own, broken := slices.Clone(w.Composed), slices.Clone(w.Composed), []string(nil)
 	for _, f := range found {
 		if f.Err != nil {
@@ -173,21 +187,22 @@ func notFound(w *Wanted, files []string, found []Found) error {
 		own = append(own, f.Manifest.Name)
 		known = append(append(known, f.Manifest.Name), f.Manifest.Aliases...)
 	}
-	near, hint := nearestConnector(w.Connector, known), ""
-	if !w.AskAll {
-		for _, path := range files {
-			own = append(own, filepath.Base(path))
-		}
-		near = cmp.Or(near, nearestFile(w.Connector, files))
-		hint = "; `kvport plugins list` asks the files which connectors they are"
-	}
 	looked := "no plugin folder is set"
 	if len(w.Paths) > 0 {
 		looked = "looked in " + strings.Join(w.Paths, ", ")
 	}
 	slices.Sort(own)
-	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)%s",
-		config.Err, strictjson.Quote(w.Connector), near, strings.Join(slices.Compact(own), ", "), looked, hint)
+	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)", config.Err, strictjson.Quote(w.Connector),
+		cmp.Or(nearestConnector(w.Connector, known), nearestFile(w.Connector, unasked)), strings.Join(slices.Compact(own), ", "), looked)
+	if len(unasked) > 0 {
+		bases := make([]string, len(unasked))
+		for i, path := range unasked {
+			bases[i] = filepath.Base(path)
+		}
+		slices.Sort(bases)
+		err = fmt.Errorf("%w; not asked, since the name is nowhere in them: %s (if one of them is meant, set kv_connector_module_path; `kvport plugins list` asks all)",
+			err, strings.Join(slices.Compact(bases), ", "))
+	}
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
