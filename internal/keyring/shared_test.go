@@ -231,6 +231,7 @@ func TestFoldersOfOthers(t *testing.T) {
 	f, err := OpenOrOwn("", nil)
 	require.NoError(t, err)
 	require.Equal(t, state, f.Path())
+	require.NoError(t, f.Own())
 
 	t.Setenv("HOME", "")
 	var out bytes.Buffer
@@ -240,12 +241,12 @@ func TestFoldersOfOthers(t *testing.T) {
 		f, err = OpenOrOwn("", slog.New(slog.NewTextHandler(&out, nil)))
 		require.NoError(t, err)
 		require.Empty(t, f.Path())
-		require.True(t, f.Fresh())
+		require.False(t, f.Fresh(), "it is not the key of this user's engines")
+		require.ErrorIs(t, f.Own(), errNoPlace)
+		require.ErrorContains(t, f.Own(), filepath.Dir(runtime))
 		require.False(t, ids[f.Ring().First().ID], "the key is nobody else's")
 		ids[f.Ring().First().ID] = true
-		require.Equal(t, 1, strings.Count(out.String(), "\n"))
-		require.Contains(t, out.String(), filepath.Dir(runtime))
-		require.Contains(t, out.String(), "kvport.ticket_key_file")
+		require.Empty(t, out.String(), "whoever asks says what it means to them")
 	}
 	entries, err := os.ReadDir(filepath.Dir(runtime))
 	require.NoError(t, err)
@@ -266,4 +267,34 @@ func TestFoldersOfOthers(t *testing.T) {
 	require.ErrorContains(t, err, "use chmod 600")
 	_, err = OpenOrOwn(filepath.Join(t.TempDir(), "missing"), nil)
 	require.ErrorIs(t, err, fs.ErrNotExist)
+}
+
+// A key that other engines of this user may use is not replaced by one of this process's own, however it is out of reach.
+func TestKeyOutOfReach(t *testing.T) {
+	state, runtime := places(t)
+	_, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.True(t, HasShared())
+	for _, path := range []string{state, runtime} {
+		require.NoError(t, os.Chmod(filepath.Dir(path), 0o755)) // as a backup may be restored
+	}
+	_, err = OpenOrOwn("", nil)
+	require.ErrorIs(t, err, errNoPlace)
+	require.NoError(t, os.RemoveAll(filepath.Dir(runtime)))
+	require.NoError(t, os.Mkdir(filepath.Dir(runtime), 0o755))
+	_, err = OpenOrOwn("", nil)
+	require.ErrorIs(t, err, errNoPlace, "the state folder has one")
+	require.NoError(t, os.RemoveAll(state))
+	require.False(t, HasShared())
+	f, err := OpenOrOwn("", nil)
+	require.NoError(t, err)
+	require.Error(t, f.Own())
+	if os.Getuid() != 0 {
+		t.Log("a file of somebody else is not tried: only the administrator can give one away")
+		return
+	}
+	require.NoError(t, os.WriteFile(runtime, nil, 0o600))
+	require.True(t, HasShared())
+	require.NoError(t, os.Chown(runtime, 65534, 0))
+	require.False(t, HasShared(), "whoever makes the folder first keeps no engine from starting by a file in it")
 }
