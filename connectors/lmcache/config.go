@@ -363,7 +363,7 @@ func (out *settings) readRemote(src *source, url string, timeout time.Duration) 
 	if err := o.Private(); err != nil && !src.plain {
 		way := "write rediss:// for TLS"
 		if out.lm {
-			way = "LMCache's server has neither TLS nor a password: use rediss://, or a tunnel that begins at 127.0.0.1"
+			way = "LMCache's server has neither TLS nor a password: use rediss://, or a tunnel that begins at 127.0.0.1 and the same kvport.ticket_key_file on all machines"
 		}
 		src.fail("remote_url", "has the address %v; %s, or set allow_plaintext in kv_connector_extra_config", err, way)
 		return
