@@ -243,6 +243,14 @@ const (
 	tcp6Table = "/proc/net/tcp6"
 )
 
+// tableOf is the table that has the socket at an address.
+func tableOf(a *net.TCPAddr) string {
+	if a.IP.To4() == nil {
+		return tcp6Table
+	}
+	return tcpTable
+}
+
 // passedOnByUs reports whether the process at the other end of a connection over loopback, which forwards
 // what somebody else says, belongs to this user or to root. One example is a forwarder between two
 // container networks. The result is false if the owner is unknown.
@@ -252,11 +260,7 @@ func passedOnByUs(conn net.Conn) bool {
 	if !isTCP || !alike || !peer.IP.IsLoopback() {
 		return false
 	}
-	path := tcpTable
-	if peer.IP.To4() == nil {
-		path = tcp6Table
-	}
-	table, err := os.ReadFile(path)
+	table, err := os.ReadFile(tableOf(peer))
 	if err != nil {
 		return false
 	}

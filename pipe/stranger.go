@@ -37,10 +37,7 @@ func (p *parties) of(conn net.Conn) party {
 
 // onLoopback looks for the user whose socket is the other end. Where there is no table all are one party.
 func (p *parties) onLoopback(peer, own *net.TCPAddr) party {
-	path := tcpTable
-	if peer.IP.To4() == nil {
-		path = tcp6Table
-	}
+	path := tableOf(peer)
 	table, known := p.tables[path]
 	if !known {
 		data, err := p.read(path)
