@@ -294,8 +294,8 @@ type controls struct {
 	texts   []string
 }
 
-// disarm puts a mark before whatever of a message's text spells a control token, or may do so together with what stands
-// before or behind it. What a template's filters make of the text afterwards is the template's.
+// disarm puts a mark before whatever of a message's text spells a control token, or may do so together with what comes
+// before or after it. What a template's filters make of the text afterwards is the template's.
 func (c *controls) disarm(text, mark string) string {
 	var b strings.Builder
 	at := 0
@@ -334,7 +334,7 @@ func (c *controls) begins(text string) (places []int) {
 	return slices.Compact(places)
 }
 
-// goesOn reports whether text may stand in a token behind its first byte, as a whole or with its beginning.
+// goesOn reports whether a token has text, or ends with the beginning of it, somewhere after the token's first byte.
 func goesOn(token, text string) bool {
 	for i := 1; i < len(token); i++ {
 		if n := min(len(token)-i, len(text)); token[i:i+n] == text[:n] {

@@ -56,8 +56,8 @@ type Chat struct {
 	mark string // a character before what spells a control token and was said by a message; empty: there is none
 }
 
-// NewChat is a chat of a [Tokenizer] that is not of this package: its EncodeChat gets text, and must know by itself what of
-// it messages have said.
+// NewChat is a chat of a [Tokenizer] that is not of this package: its EncodeChat gets text, and must know by itself which
+// part of it messages have said.
 func NewChat(text string) *Chat { return &Chat{text: text} }
 
 // String is what the template has written.

@@ -102,7 +102,7 @@ func TestBrokenFileOfThatName(t *testing.T) {
 // A file is called like a connector whatever comes behind the word.
 func TestNamedAfter(t *testing.T) {
 	for name, file := range map[string]string{
-		"DiskConnector": "kvport-disk", "diskconnector": "kvport-diskconnector", "LMCacheConnectorV1": "kvport-lmcache", "Disk": "kvport-disk",
+		"DiskConnector": "kvport-disk", "diskconnector": "kvport-diskconnector", "DiskConnectorV1": "kvport-disk", "Disk": "kvport-disk",
 	} {
 		require.True(t, namedAfter("/x/"+file, name), name)
 	}

@@ -55,11 +55,13 @@ const maxLinks = 40
 // trusted resolves the path of a plugin. It refuses one that others can change: the file, every folder on the way to it
 // from the root, and links in folders where everybody may replace their own files. What it gives has no links, so nobody
 // else can change what is there afterwards. Errors are untrustedErrors where others can.
-func trusted(path string) (file string, err error) {
+func trusted(path string) (file string, err error) { return insiders().follow(path) }
+
+func (in *insider) follow(path string) (file string, err error) {
 	if path, err = filepath.Abs(path); err != nil {
 		return "", err
 	}
-	w := &way{plugin: path, at: "/", rest: parts(path), ours: insiders()}
+	w := &way{plugin: path, at: "/", rest: parts(path), ours: in}
 	for {
 		info, err := os.Lstat(w.at)
 		if err != nil {
@@ -127,7 +129,7 @@ type insider struct {
 }
 
 func insiders() *insider {
-	in := &insider{users: map[uint32]bool{0: true, uint32(os.Getuid()): true}, groups: map[uint32]bool{0: true, uint32(os.Getgid()): true}}
+	in := insidersOf(os.Getuid(), os.Getgid())
 	if id, is := rootSeenAs(os.ReadFile); is {
 		in.users[id] = true
 	}
@@ -135,6 +137,10 @@ func insiders() *insider {
 		in.adopt(program)
 	}
 	return in
+}
+
+func insidersOf(user, group int) *insider {
+	return &insider{users: map[uint32]bool{0: true, uint32(user): true}, groups: map[uint32]bool{0: true, uint32(group): true}}
 }
 
 // adopt adds who can replace a program: its own mode and those of the folders that it lies below say so.

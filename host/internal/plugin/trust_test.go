@@ -229,6 +229,78 @@ func TestWhoCanReplaceTheProgram(t *testing.T) {
 	}
 }
 
+// Plugins of installations as they are made every day are run. What is refused is said in one line, with what to do.
+func TestOrdinaryInstallations(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Log("not tried: only the administrator can give files away")
+		return
+	}
+	const user, service, volume = 1000, 2000, 3000
+	umask022, umask002 := fs.FileMode(0o755), fs.FileMode(0o775)
+	type install struct {
+		owner, group int
+		mode         fs.FileMode // of folders and files
+		plugin       string
+		links        map[string]string // in the folder of the installation, to what they lead
+		path         string            // of the plugin, as it is found
+		program      string            // that runs; empty: it is elsewhere, and root's
+		runs         []int             // the user and the group of the engine
+		want         string            // in the error
+	}
+	home := map[string]string{"home/me/venv/bin/python": "/usr/bin/python3", "home/me/bin": "venv/bin"}
+	for name, i := range map[string]install{
+		"a linked release":                    {0, 0, umask022, "opt/kvport-2/bin/kvport-some", map[string]string{"opt/kvport": "kvport-2"}, "opt/kvport/bin/kvport-some", "", []int{user, user}, ""},
+		"links of a package":                  {0, 0, umask022, "store/x/bin/kvport-some", map[string]string{"bin": "profile/bin", "profile": "store/x"}, "bin/kvport-some", "", []int{user, user}, ""},
+		"root's folder in PATH":               {0, 0, umask022, "usr/local/bin/kvport-some", nil, "usr/local/bin/kvport-some", "usr/local/bin/kvport", []int{user, user}, ""},
+		"Debian's /usr/local, group staff":    {0, 50, umask002 | fs.ModeSetgid, "usr/local/bin/kvport-some", nil, "usr/local/bin/kvport-some", "usr/local/bin/kvport", []int{user, user}, ""},
+		"the user's folder in PATH":           {user, user, umask022, "home/me/bin/kvport-some", nil, "home/me/bin/kvport-some", "", []int{user, user}, ""},
+		"the user's own group may write":      {user, user, umask002, "home/me/bin/kvport-some", nil, "home/me/bin/kvport-some", "", []int{user, user}, ""},
+		"the user's virtual environment":      {user, user, umask002, "home/me/venv/bin/kvport-some", home, "home/me/bin/kvport-some", "home/me/venv/bin/kvport", []int{user, user}, ""},
+		"the same, run by root":               {user, user, umask002, "home/me/venv/bin/kvport-some", home, "home/me/bin/kvport-some", "home/me/venv/bin/kvport", []int{0, 0}, ""},
+		"the same, in another group for once": {user, user, umask002, "home/me/venv/bin/kvport-some", home, "home/me/bin/kvport-some", "home/me/venv/bin/kvport", []int{user, service}, ""},
+		"a container of root's":               {0, 0, umask022, "app/kvport-some", nil, "app/kvport-some", "app/kvport", []int{0, 0}, ""},
+		"root's, and any user in group 0":     {1001, 0, umask002, "app/kvport-some", nil, "app/kvport-some", "app/kvport", []int{1000660000, 0}, ""},
+		"a wheel that a service installed":    {service, service, umask002, "lib/site-packages/kvport_vllm/bin/kvport-some", nil, "lib/site-packages/kvport_vllm/bin/kvport-some", "lib/site-packages/kvport_vllm/bin/kvport", []int{user, user}, ""},
+		"an open volume with kvport in it":    {0, 0, 0o777, "volume/kvport-some", nil, "volume/kvport-some", "volume/kvport", []int{user, user}, ""},
+		"an open volume":                      {0, 0, 0o777, "volume/kvport-some", nil, "volume/kvport-some", "", []int{user, user}, "every user (mode 0777)"},
+		"a volume of a group":                 {0, volume, umask002, "volume/kvport-some", nil, "volume/kvport-some", "", []int{user, user}, "group 3000 (mode 0775)"},
+		"another user's folder":               {service, service, umask022, "home/other/kvport-some", nil, "home/other/kvport-some", "", []int{user, user}, "its owner, user 2000 (mode 0755)"},
+	} {
+		root := t.TempDir() // below a folder where everybody may write, and which is sticky, as long as that is not set otherwise
+		require.NoError(t, os.MkdirAll(filepath.Join(root, filepath.Dir(i.plugin)), 0o700), name)
+		require.NoError(t, os.WriteFile(filepath.Join(root, i.plugin), nil, 0o700), name)
+		if i.program != "" {
+			require.NoError(t, os.WriteFile(filepath.Join(root, i.program), nil, 0o700), name)
+		}
+		for link, to := range i.links {
+			require.NoError(t, os.Symlink(to, filepath.Join(root, link)), name)
+		}
+		require.NoError(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+			if err != nil || path == root {
+				return err
+			}
+			err = os.Lchown(path, i.owner, i.group)
+			if d.Type()&fs.ModeSymlink == 0 {
+				err = errors.Join(err, os.Chmod(path, i.mode))
+			}
+			return err
+		}), name)
+
+		in := insidersOf(i.runs[0], i.runs[1])
+		if i.program != "" {
+			in.adopt(filepath.Join(root, i.program))
+		}
+		file, err := in.follow(filepath.Join(root, i.path))
+		if i.want == "" {
+			require.NoError(t, err, name)
+			require.Equal(t, filepath.Join(root, i.plugin), file, name)
+			continue
+		}
+		require.ErrorContains(t, err, "can be changed by "+i.want+": take that right from them with chmod or chown", name)
+		require.NotContains(t, err.Error(), "\n", name)
+	}
+}
+
 // Where root is not in the user namespace, its files seem to be those of the user that stands for all who are not.
 func TestRootOutsideTheNamespace(t *testing.T) {
 	files := map[string]string{"/proc/sys/kernel/overflowuid": "65534\n"}
