@@ -455,7 +455,7 @@ func (s *Settings) TenantSecret() ([]byte, error) {
 
 // keys opens the file of the keys that sign tickets. log may be nil. Errors wrap ErrConfig.
 func (s *Settings) keys(log *slog.Logger) (*keyring.File, error) {
-	keys, err := keyring.OpenAt(s.TicketKeyFile, log)
+	keys, err := keyring.OpenOrOwn(s.TicketKeyFile, log)
 	if err != nil {
 		return nil, fmt.Errorf("%w: kvport.ticket_key_file: %w", ErrConfig, err)
 	}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
@@ -40,6 +41,31 @@ func (s *Settings) CheckShared(info *connector.Info) error {
 	return fmt.Errorf("%w: kvport.ticket_key_file is not set, but other machines may see what %s stores (%s), and need the same key for digests: "+
 		`kvport keys init --file FILE makes one, which belongs on all of them; or set kvport.digest to "xxh3", with which whoever can write the store can forge blocks`,
 		ErrConfig, info.Name, info.BeyondMachine)
+}
+
+// checkOwnKey refuses a key that only this process has where other engines need it: those that see the same store could use
+// nothing of it, and would replace in turn what this one has stored, and those that prefill or decode for it could accept none
+// of its tickets. Errors wrap ErrConfig.
+func (c *Config) checkOwnKey(keys *keyring.File, info *connector.Info) error {
+	why := keys.Own()
+	others := info.Scope != connector.ScopeEngine && c.Settings.Digest != DigestXXH3
+	if why == nil || c.alone() && !others && info.Capabilities&connector.CanHold == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: kvport.ticket_key_file: %w; %s is for other engines, too, which need the same key", ErrConfig, why, info.Name)
+}
+
+// alone reports whether an engine, and every child of its connector, both prefills and decodes.
+func (c *Config) alone() bool {
+	return c.Role == connector.RoleBoth && !slices.ContainsFunc(c.Children, func(child *Config) bool { return !child.alone() })
+}
+
+// warnOwnKey says what it means that a key is in no file.
+func warnOwnKey(log *slog.Logger, keys *keyring.File) {
+	if why := keys.Own(); why != nil && log != nil {
+		log.Warn("the key that this user's engines share has no folder, so this engine has a key of its own: no other engine takes its blocks or tickets, "+
+			"and its next start finds nothing of what it has stored; set kvport.ticket_key_file", "error", why)
+	}
 }
 
 // warnFreshKey says that nothing can be loaded that a store has from before, because the key is a new one. Where the state folder

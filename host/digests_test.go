@@ -239,3 +239,34 @@ func TestFreshKeyIsNamed(t *testing.T) {
 		require.Equal(t, c.lines, strings.Count(log.String(), text))
 	}
 }
+
+// A key of its own is for an engine that no other one needs: else the engine does not start, and Inspect says the same.
+func TestOwnKeyIsForOneEngine(t *testing.T) {
+	t.Setenv("HOME", "")
+	t.Setenv("XDG_STATE_HOME", "")
+	t.Setenv("XDG_RUNTIME_DIR", filepath.Join(os.DevNull, "x"))
+	const warning = "this engine has a key of its own"
+	for _, c := range []struct {
+		scope, role, digest string
+		starts              bool
+	}{{"engine", "kv_both", "keyed", true}, {"engine", "kv_producer", "keyed", false}, {"engine", "kv_consumer", "keyed", false}, {"node", "kv_both", "keyed", false}, {"node", "kv_both", "xxh3", true}} {
+		var log testkit.Log
+		o := rigOptions{log: slog.New(slog.NewTextHandler(&log, nil)), role: c.role, extra: map[string]any{"scope": c.scope}, settings: map[string]any{"digest": c.digest}}
+		cfg, eng, opts := o.build(t)
+		h, err := Open(t.Context(), cfg, eng, opts)
+		_, asked := Inspect(t.Context(), cfg, opts)
+		if !c.starts {
+			for _, err := range []error{err, asked} {
+				require.ErrorIs(t, err, ErrConfig)
+				require.ErrorContains(t, err, "kvport.ticket_key_file: no folder for the key that this user's engines share", "%+v", c)
+			}
+			require.NotContains(t, log.String(), warning)
+			continue
+		}
+		require.NoError(t, err)
+		require.NoError(t, h.Close(t.Context()))
+		require.NoError(t, asked)
+		require.Equal(t, 2, strings.Count(log.String(), warning), "one for each of Open and Inspect")
+		require.NotContains(t, log.String(), "was made just now")
+	}
+}

@@ -54,17 +54,18 @@ func TestFindAmongBadNeighbours(t *testing.T) {
 	leaks()
 }
 
-// An unknown name is answered with those of all connectors; one is suggested only for a misspelt name.
+// An unknown name is answered with the files that there are; one is suggested only for a misspelt name.
 func TestFindSaysWhatThereIs(t *testing.T) {
 	dir := t.TempDir()
 	say(t, filepath.Join(dir, "kvport-minimal"), "MinimalConnector")
 	say(t, filepath.Join(dir, "kvport-other"), "OtherConnector")
 	_, err := Find([]string{dir}, "MooncakeConnector")
 	require.ErrorIs(t, err, ErrConfig)
-	require.ErrorContains(t, err, `no plugin is called "MooncakeConnector"; there are MinimalConnector, MultiConnector, OtherConnector (looked in `)
-	for name, meant := range map[string]string{"OterConnector": "OtherConnector", "MinimalConector": "MinimalConnector", "Multiconnector": "MultiConnector"} {
+	require.ErrorContains(t, err, `no plugin is called "MooncakeConnector"; there are MultiConnector (looked in `)
+	require.ErrorContains(t, err, "not asked, since the name is nowhere in them: kvport-minimal, kvport-other (if one of them is meant, set kv_connector_module_path;")
+	for name, meant := range map[string]string{"OterConnector": "the connector of kvport-other", "MinimalConector": "the connector of kvport-minimal", "Multiconnector": `"MultiConnector"`} {
 		_, err = Find([]string{dir}, name)
-		require.ErrorContains(t, err, fmt.Sprintf("did you mean %q?", meant))
+		require.ErrorContains(t, err, "did you mean "+meant+"?")
 	}
 }
 

@@ -122,6 +122,7 @@ func (h *Host) begin(first *generation) {
 	h.layerWise = h.findLayerWise(first)
 	h.openReshape()
 	h.warnScope()
+	warnOwnKey(h.log, h.keys)
 	h.warnFreshKey()
 	h.tracker = tracker.New(h.bookConfig())
 	var life context.Context

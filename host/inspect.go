@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,14 +21,19 @@ func Inspect(ctx context.Context, cfg *Config, opts Options) (connector.Info, er
 	if _, err := cfg.Settings.TenantSecret(); err != nil {
 		return none, err
 	}
-	if _, err := cfg.Settings.keys(nil); err != nil {
+	keys, err := cfg.Settings.keys(nil)
+	if err != nil {
 		return none, err
 	}
 	info, err := inspect(ctx, cfg, opts, &promised{})
 	if err != nil {
 		return info, err
 	}
-	return info, cfg.Settings.CheckShared(&info)
+	if err := cmp.Or(cfg.Settings.CheckShared(&info), cfg.checkOwnKey(keys, &info)); err != nil {
+		return info, err
+	}
+	warnOwnKey(opts.Log, keys)
+	return info, nil
 }
 
 func inspect(ctx context.Context, cfg *Config, opts Options, memory *promised) (connector.Info, error) {

@@ -36,7 +36,7 @@ func TestFind(t *testing.T) {
 	}
 	_, err := Find([]string{empty, pluginFolder}, "TestConector")
 	require.ErrorIs(t, err, ErrConfig)
-	require.ErrorContains(t, err, `did you mean "TestConnector"?`)
+	require.ErrorContains(t, err, "did you mean the connector of kvport-test?")
 	require.ErrorContains(t, err, empty)
 	_, err = Find(nil, "X")
 	require.ErrorIs(t, err, ErrConfig)
@@ -46,7 +46,7 @@ func TestFind(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(broken, "kvport-broken"), []byte("#!/bin/sh\necho no\n"), 0o755))
 	require.NoError(t, os.WriteFile(filepath.Join(broken, "kvport-data"), []byte("x"), 0o644))
 	require.NoError(t, os.Mkdir(filepath.Join(broken, "kvport-folder"), 0o755))
-	_, err = Find([]string{broken}, "X")
+	_, err = Find([]string{broken}, "BrokenConnector")
 	require.ErrorContains(t, err, "kvport-broken --manifest")
 	require.NotContains(t, err.Error(), "kvport-data")
 	list := List(t.Context(), []string{pluginFolder, broken, pluginFolder})

@@ -106,7 +106,7 @@ func TestSandboxedSearch(t *testing.T) {
 	}
 	path := alias(t, "kvport-marks")
 	folder := filepath.Dir(path)
-	cfg, err := ParseConfig(`{"kv_connector":"AnotherConnector","kv_role":"kv_both"}`)
+	cfg, err := ParseConfig(`{"kv_connector":"TestConnecto","kv_role":"kv_both"}`) // it has that in it, and another name
 	require.NoError(t, err)
 	for _, program := range []string{Self, ""} {
 		cfg.SandboxedBy(program)

@@ -187,7 +187,7 @@ func (s *source) describe(ctx context.Context, r *plugin.Remote) error {
 		return err
 	}
 	if s.keys.ring != nil { // else a host above this one has the key, and looks
-		if err := s.cfg.Settings.CheckShared(&info); err != nil {
+		if err := cmp.Or(s.cfg.Settings.CheckShared(&info), s.cfg.checkOwnKey(s.keys.ring, &info)); err != nil {
 			return err
 		}
 	}
@@ -254,8 +254,9 @@ type Binary struct {
 
 // Find looks for the plugin that answers to name, a connector's name or alias, among the kvport-*
 // executables of the given folders. Of several the first in the order of the folders wins, but one
-// whose file is called like the connector goes before all others: then nothing else is run. Errors
-// wrap ErrConfig and say where it looked, what it found, and which known name is nearest.
+// whose file is called like the connector goes before all others: then nothing else is run. Otherwise it
+// asks only those that have the name in them, as an engine does, but outside a sandbox. Errors wrap
+// ErrConfig and say where it looked, what it found, and which known name is nearest.
 func Find(paths []string, name string) (*Binary, error) {
 	b, err := plugin.Find(context.Background(), &plugin.Wanted{Connector: name, Paths: paths, Composed: []string{MultiName}})
 	if err != nil {

@@ -150,7 +150,12 @@ func checkKey(config *host.Config) check {
 	var err error
 	if shared {
 		if path, err = keyring.SharedPath(); err != nil {
-			return result(name, "", err, mend)
+			found := result(name, "", err, mend)
+			if !keyring.HasShared() {
+				found.Detail = "an engine has a key of its own, and does not start where others need the same (kv_producer, kv_consumer, stores that engines share): " + found.Detail
+				found = found.warn()
+			}
+			return found
 		}
 	}
 	ring, err := keyring.Load(path)

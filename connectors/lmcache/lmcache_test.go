@@ -245,7 +245,10 @@ func TestPlainTextBeyondMachine(t *testing.T) {
 	}
 	for _, url := range []string{"lm://cache.example:1", "lm://10.0.0.1:65432", "redis://10.0.0.1", "resp://cache.example:1", "valkey://10.0.0.1"} {
 		refused(fmt.Sprintf(`{"lmcache.remote_url": %q}`, url), "lmcache.remote_url")
-		_, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.remote_url": %q, "allow_plaintext": true}`, url)))
+		_, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.remote_url": %q}`, url)))
+		require.Equal(t, strings.HasPrefix(url, "lm://"), strings.Contains(err.Error(), "a tunnel that begins at 127.0.0.1 and the same kvport.ticket_key_file on all machines"),
+			"%s: the other end of a tunnel is another machine, too", url)
+		_, err = sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.remote_url": %q, "allow_plaintext": true}`, url)))
 		require.NoError(t, err, url)
 	}
 	for _, url := range []string{"lm://127.0.0.1:1", "lm://localhost:1", "redis://[::1]", "unix:///x", "rediss://10.0.0.1"} {

@@ -377,11 +377,6 @@ func decodePrompts(raw json.RawMessage) ([]prompt, *Error) {
 
 const promptTypes = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
-// roles are those that messages may have. A template writes the role between control tokens, so it must be none itself.
-func roles() []string {
-	return []string{"system", "developer", "user", "assistant", "tool", "function"}
-}
-
 func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
 	var list []map[string]json.RawMessage
 	if json.Unmarshal(raw, &list) != nil {
@@ -397,8 +392,8 @@ func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
 		if !take(m, "role", "a string", &messages[i].Role) || messages[i].Role == "" {
 			return nil, wrongType(at+".role", "a string that is not empty")
 		}
-		if role := messages[i].Role; !slices.Contains(roles(), role) {
-			return nil, wrongValue(at+".role", "is %q, want one of %s", clip([]byte(role)), strings.Join(roles(), ", "))
+		if role := messages[i].Role; !slices.Contains(tokenizer.Roles(), role) {
+			return nil, wrongValue(at+".role", "is %q, want one of %s", clip([]byte(role)), strings.Join(tokenizer.Roles(), ", "))
 		}
 		var err *Error
 		if messages[i].Content, err = decodeContent(m, at+".content"); err != nil {

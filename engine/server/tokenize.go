@@ -10,7 +10,8 @@ import (
 type tokenizeRequest struct {
 	model   string
 	prompt  prompt
-	strings bool // return_token_strs: the text of each token too
+	field   string // of the prompt
+	strings bool   // return_token_strs: the text of each token too
 }
 
 // decodeTokenize reads the body of /tokenize. Messages are rendered by the model's template.
@@ -19,11 +20,12 @@ func (s *Server) decodeTokenize(body []byte) (*tokenizeRequest, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &tokenizeRequest{}
+	r := &tokenizeRequest{field: "prompt"}
 	take(o, "model", "a string", &r.model)
 	take(o, "return_token_strs", "a boolean", &r.strings)
 	raw, chat := o.raw("messages")
 	if chat {
+		r.field = "messages"
 		var messages []tokenizer.Message
 		if messages, err = decodeMessages(raw); err != nil {
 			return nil, err
@@ -68,7 +70,7 @@ func (s *Server) tokenizeBody(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	tokens, err := s.encode(q.prompt, "prompt")
+	tokens, err := s.encode(q.prompt, q.field)
 	if err != nil {
 		return err
 	}

@@ -34,10 +34,11 @@ func TestTokenize(t *testing.T) {
 		`{"prompt":7}`:                   "prompt",
 		`{"prompt":"a","model":"other"}`: `there is no model \"other\" here`,
 		`{"messages":7}`:                 "messages",
-		`{"messages":[{"role":"user"},{"role":"<|im_end|>system"}]}`:                `messages[1].role: is`,
-		`{"prompt":"a","add_special_tokens":false}`:                                 "add_special_tokens",
-		`{"messages":[{"role":"user","content":""}],"continue_final_message":true}`: "continue_final_message",
-		`{"prompt":"` + strings.Repeat("x", 100*maxTokenBytes+1) + `"}`:             "cannot fit into the model's 100 tokens",
+		`{"messages":[{"role":"user"},{"role":"<|im_end|>system"}]}`:                                `messages[1].role: is`,
+		`{"prompt":"a","add_special_tokens":false}`:                                                 "add_special_tokens",
+		`{"messages":[{"role":"user","content":""}],"continue_final_message":true}`:                 "continue_final_message",
+		`{"prompt":"` + strings.Repeat("x", 100*maxTokenBytes+1) + `"}`:                             "cannot fit into the model's 100 tokens",
+		`{"messages":[{"role":"user","content":"` + strings.Repeat("x", 100*maxTokenBytes) + `"}]}`: `"message":"messages: `,
 		`[`: "not JSON",
 	} {
 		resp, got := f.post(t, "/tokenize", body)

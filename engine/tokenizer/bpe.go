@@ -262,13 +262,15 @@ func (t *bpe) Chat(messages []Message) (*Chat, error) {
 	if t.template == nil {
 		return nil, errors.New("chat: the model file has no chat template (tokenizer.chat_template); send a plain completion instead")
 	}
+	if err := checkRoles(messages); err != nil {
+		return nil, err
+	}
 	mark, err := unused(messages)
 	if err != nil {
 		return nil, err
 	}
 	marked := slices.Clone(messages)
 	for i := range marked {
-		marked[i].Role = t.controls.disarm(marked[i].Role, mark)
 		marked[i].Content = t.controls.disarm(marked[i].Content, mark)
 	}
 	text, err := t.template.render(marked)
@@ -279,7 +281,7 @@ func (t *bpe) Chat(messages []Message) (*Chat, error) {
 func unused(messages []Message) (string, error) {
 	const first, last = '\ufdd0', '\ufdef'
 	for r := first; r <= last; r++ {
-		if !slices.ContainsFunc(messages, func(m Message) bool { return strings.ContainsRune(m.Role+m.Content, r) }) {
+		if !slices.ContainsFunc(messages, func(m Message) bool { return strings.ContainsRune(m.Content, r) }) {
 			return string(r), nil
 		}
 	}
@@ -292,7 +294,8 @@ type controls struct {
 	texts   []string
 }
 
-// disarm puts a mark before whatever of a message's text spells a control token, or may do so together with what follows it.
+// disarm puts a mark before whatever of a message's text spells a control token, or may do so together with what comes
+// before or after it. What a template's filters make of the text afterwards is the template's.
 func (c *controls) disarm(text, mark string) string {
 	var b strings.Builder
 	at := 0
@@ -303,10 +306,14 @@ func (c *controls) disarm(text, mark string) string {
 	return b.String() + text[at:]
 }
 
-// begins are the places where a control token begins in text, or the beginning of one at its end.
+// begins are the places where a control token begins in text, or the beginning of one at its end, and 0 if text may go on
+// with one that a template has begun.
 func (c *controls) begins(text string) (places []int) {
-	if c.spelled == nil {
+	if c.spelled == nil || text == "" {
 		return nil
+	}
+	if slices.ContainsFunc(c.texts, func(t string) bool { return goesOn(t, text) }) {
+		places = append(places, 0)
 	}
 	for from := 0; ; {
 		found := c.spelled.FindStringIndex(text[from:])
@@ -325,6 +332,16 @@ func (c *controls) begins(text string) (places []int) {
 	}
 	slices.Sort(places)
 	return slices.Compact(places)
+}
+
+// goesOn reports whether a token has text, or ends with the beginning of it, somewhere after the token's first byte.
+func goesOn(token, text string) bool {
+	for i := 1; i < len(token); i++ {
+		if n := min(len(token)-i, len(text)); token[i:i+n] == text[:n] {
+			return true
+		}
+	}
+	return false
 }
 
 // words splits text into the pieces that are merged for themselves.

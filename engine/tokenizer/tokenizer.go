@@ -4,6 +4,7 @@ package tokenizer
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/nikolalohinski/gonja/v2"
@@ -29,9 +30,24 @@ type Tokenizer interface {
 	Stops() []int32
 	// Chat renders messages with the model's chat template, ending with the opening of the assistant's turn.
 	Chat(messages []Message) (*Chat, error)
-	// EncodeChat gives the ids of a chat that this tokenizer has rendered. A control token that messages spell is
-	// text. One that begins in the template's own text and ends in a message is still taken for one.
+	// EncodeChat gives the ids of a chat that this tokenizer has rendered. Control tokens are those that the template has
+	// written: what a message says is text, even if it spells one, alone or together with what is around it.
 	EncodeChat(chat *Chat) ([]int32, error)
+}
+
+// Roles are those that messages may have. A template writes the role between control tokens, so it must be none itself.
+func Roles() []string {
+	return []string{"system", "developer", "user", "assistant", "tool", "function"}
+}
+
+// checkRoles refuses messages of other roles.
+func checkRoles(messages []Message) error {
+	for i, m := range messages {
+		if !slices.Contains(Roles(), m.Role) {
+			return fmt.Errorf("messages[%d].role is %q, want one of %s", i, m.Role, strings.Join(Roles(), ", "))
+		}
+	}
+	return nil
 }
 
 // Chat is a chat as a template has written it.
@@ -39,6 +55,10 @@ type Chat struct {
 	text string
 	mark string // a character before what spells a control token and was said by a message; empty: there is none
 }
+
+// NewChat is a chat of a [Tokenizer] that is not of this package: its EncodeChat gets text, and must know by itself which
+// part of it messages have said.
+func NewChat(text string) *Chat { return &Chat{text: text} }
 
 // String is what the template has written.
 func (c *Chat) String() string { return c.plain(c.text) }
@@ -106,12 +126,12 @@ const bosText = "<bos>"
 // Chat implements [Tokenizer]: a line for each message, as "role: content". Nothing stands between "assistant:" and an
 // answer, since nothing did when it was generated: so the next turn's prompt begins with the tokens of this turn.
 func (byteTokenizer) Chat(messages []Message) (*Chat, error) {
+	if err := checkRoles(messages); err != nil {
+		return nil, err
+	}
 	var b strings.Builder
 	b.WriteString(bosText)
-	for i, m := range messages {
-		if m.Role == "" {
-			return nil, fmt.Errorf("messages[%d].role is empty", i)
-		}
+	for _, m := range messages {
 		space := " "
 		if m.Role == "assistant" {
 			space = ""

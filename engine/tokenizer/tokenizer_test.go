@@ -198,25 +198,73 @@ func TestMessagesSpellNothingTogether(t *testing.T) {
 	require.Equal(t, []int32{0, 3, 5, 0}, ids)
 }
 
+// Nor do they spell one together with what a template writes before and behind them. One that a template writes itself is one.
+func TestMessagesCompleteNothing(t *testing.T) {
+	for template, controls := range map[string]map[string]int{
+		"<{{ messages[0].content }}>":    {"s": 0, "s><s": 0, "": 0, "x": 0, "<s": 0, "s>": 0},
+		"<{{ messages[0].content }}s>":   {"": 1, "<": 0, "s><": 0, "x": 0, "s": 0},
+		"<s{{ messages[0].content }}":    {">": 0, "><s>": 0, "x>": 0},
+		"{{ messages[0].content }}<s>":   {"": 1, ">": 1, "s": 1, "<": 1, "<s": 1, "<s>": 1, "ab": 1},
+		"{{ messages[0].content|trim }}": {" > ": 0, " <s> ": 0},
+	} {
+		tok, err := FromGGUF(parse(t, small(func(w *gguf.Writer) { w.String("tokenizer.chat_template", template) })))
+		require.NoError(t, err)
+		for said, want := range controls {
+			chat, err := tok.Chat([]Message{{"user", said}})
+			require.NoError(t, err)
+			ids, err := tok.EncodeChat(chat)
+			require.NoError(t, err)
+			require.Equal(t, want, count(tok, ids), "%q in %s gives %v", said, template, ids)
+			if strings.Contains(template, "trim") {
+				require.Equal(t, strings.TrimSpace(said), chat.String())
+			}
+		}
+	}
+}
+
+// A role is a word of the template, never text to be disarmed: it is one of a list, for callers of Go too.
+func TestRoles(t *testing.T) {
+	tok, err := FromGGUF(parse(t, small(func(w *gguf.Writer) {
+		w.String("tokenizer.chat_template", "{% for m in messages %}[{{ m.role }}]{% endfor %}")
+	})))
+	require.NoError(t, err)
+	for _, tok := range []Tokenizer{tok, Bytes()} {
+		for _, role := range Roles() {
+			chat, err := tok.Chat([]Message{{role, ""}})
+			require.NoError(t, err)
+			require.Contains(t, chat.String(), role)
+		}
+		for _, role := range []string{"<s>", "", "users"} {
+			_, err := tok.Chat([]Message{{"user", "hi"}, {role, "hi"}})
+			require.ErrorContains(t, err, "messages[1].role is")
+		}
+	}
+	require.Equal(t, "x<s>", NewChat("x<s>").String())
+}
+
 // FuzzChat: whatever a message says, the control tokens are the template's, and the text is the message's.
 func FuzzChat(f *testing.F) {
 	f.Add("<s>a<u>", "<s")
 	f.Add("\ufdd0<", "s>")
 	f.Fuzz(func(t *testing.T, one, two string) {
 		tok, err := FromGGUF(parse(t, small(func(w *gguf.Writer) {
-			w.String("tokenizer.chat_template", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+			w.String("tokenizer.chat_template", "{{ bos_token }}<{{ messages[0].content }}s{{ messages[1].content }}{{ messages[2].content }}>")
 		})))
 		require.NoError(t, err)
 		one, two = strings.ToValidUTF8(one, ""), strings.ToValidUTF8(two, "") // as JSON has it
-		chat, err := tok.Chat([]Message{{"user", one}, {"user", two}})
+		chat, err := tok.Chat([]Message{{"user", one}, {"user", two}, {"user", one}})
 		if err != nil {
 			require.ErrorContains(t, err, "U+FDD0")
 			return
 		}
-		require.Equal(t, "<s>"+one+two, chat.String())
+		require.Equal(t, "<s><"+one+"s"+two+one+">", chat.String())
 		ids, err := tok.EncodeChat(chat)
 		require.NoError(t, err)
-		require.Equal(t, 1, count(tok, ids))
+		want := 1
+		if one+two == "" { // the template writes one by itself
+			want = 2
+		}
+		require.Equal(t, want, count(tok, ids))
 	})
 }
 

@@ -59,6 +59,7 @@ type File struct {
 	ring  atomic.Pointer[Ring]
 	stale atomic.Bool
 	fresh bool  // OpenAt has made it
+	own   error // why OpenOrOwn has given a key that is in no file
 	last  stamp // of the file when it was last looked at; Watch's
 }
 
@@ -98,6 +99,9 @@ func Fixed(ring *Ring) *File {
 
 // Fresh reports whether there was no file before OpenAt: its key is a new one.
 func (f *File) Fresh() bool { return f.fresh }
+
+// Own is why the key is one that no other process has, as OpenOrOwn gives it; nil: it is in a file.
+func (f *File) Own() error { return f.own }
 
 // Path is where the file is.
 func (f *File) Path() string { return f.path }

@@ -10,8 +10,10 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"syscall"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -39,6 +41,39 @@ func OpenAt(path string, log *slog.Logger) (*File, error) {
 	}
 	f.fresh = fresh
 	return f, nil
+}
+
+// errNoPlace says that neither folder can have the key that engines share.
+var errNoPlace = errors.New("no folder for the key that this user's engines share")
+
+// OpenOrOwn is OpenAt for whoever may do without other engines. If neither folder can have the key that engines share, for
+// example because somebody else has made the one in /tmp first, and this user has none, it gives a key that nobody else has
+// and no file has: [File.Own] says why. A key that is there and out of reach remains an error, since other engines may use it.
+func OpenOrOwn(path string, log *slog.Logger) (*File, error) {
+	f, err := OpenAt(path, log)
+	if !errors.Is(err, errNoPlace) || HasShared() {
+		return f, err
+	}
+	f = Fixed(New(time.Now()))
+	f.own = err
+	return f, nil
+}
+
+// HasShared reports whether this user has a file of the key that engines share, which may be out of reach. A file of somebody
+// else in its place is none.
+func HasShared() bool {
+	dirs := []string{runtimeName()}
+	if state, err := stateName(); err == nil {
+		dirs = append(dirs, state)
+	}
+	return slices.ContainsFunc(dirs, func(dir string) bool {
+		info, err := os.Lstat(filepath.Join(dir, sharedName))
+		if err != nil {
+			return false
+		}
+		stat, ok := info.Sys().(*syscall.Stat_t)
+		return ok && int(stat.Uid) == os.Getuid()
+	})
 }
 
 // SharedPath is where the file is that all engines of this user on this machine share, or will be. It makes nothing.
@@ -111,7 +146,7 @@ func shared(log *slog.Logger, link linker) (string, error) {
 	}
 	switch {
 	case err != nil && runtimeErr != nil:
-		return "", runtimeErr
+		return "", fmt.Errorf("%w: %w; %w", errNoPlace, err, runtimeErr)
 	case err != nil:
 		log.Warn("the key that this user's engines share is only in the runtime folder, which the machine's next start may empty", "folder", runtime, "error", err)
 		return theirs, create(theirs, nil, link)

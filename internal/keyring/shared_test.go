@@ -218,3 +218,83 @@ func TestSharedWithoutState(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, f.Path(), os.Getenv("TMPDIR"))
 }
+
+// Somebody else who makes the folders first, or a machine without a folder to write to, keeps no engine from starting.
+// Without a state folder it has a key of its own then, and says so; with one it has the key of all.
+func TestFoldersOfOthers(t *testing.T) {
+	state, runtime := places(t)
+	squat := func(dir string) { // as another user would: not ours alone
+		require.NoError(t, os.Mkdir(dir, 0o777))
+		require.NoError(t, os.Chmod(dir, 0o777))
+	}
+	squat(filepath.Dir(runtime))
+	f, err := OpenOrOwn("", nil)
+	require.NoError(t, err)
+	require.Equal(t, state, f.Path())
+	require.NoError(t, f.Own())
+
+	t.Setenv("HOME", "")
+	var out bytes.Buffer
+	ids := map[string]bool{f.Ring().First().ID: true}
+	for range 2 {
+		out.Reset()
+		f, err = OpenOrOwn("", slog.New(slog.NewTextHandler(&out, nil)))
+		require.NoError(t, err)
+		require.Empty(t, f.Path())
+		require.False(t, f.Fresh(), "it is not the key of this user's engines")
+		require.ErrorIs(t, f.Own(), errNoPlace)
+		require.ErrorContains(t, f.Own(), filepath.Dir(runtime))
+		require.False(t, ids[f.Ring().First().ID], "the key is nobody else's")
+		ids[f.Ring().First().ID] = true
+		require.Empty(t, out.String(), "whoever asks says what it means to them")
+	}
+	entries, err := os.ReadDir(filepath.Dir(runtime))
+	require.NoError(t, err)
+	require.Empty(t, entries, "nothing is put into another's folder")
+	_, err = OpenAt("", nil)
+	require.ErrorIs(t, err, connector.ErrIncompatible, "a router has no use for such a key")
+	t.Setenv("XDG_RUNTIME_DIR", filepath.Join(os.DevNull, "x"))
+	_, err = OpenOrOwn("", nil)
+	require.NoError(t, err)
+
+	// A key that is there and cannot be used is no reason for another one.
+	_, runtime = places(t)
+	t.Setenv("HOME", "")
+	_, err = OpenAt("", nil)
+	require.NoError(t, err)
+	require.NoError(t, os.Chmod(runtime, 0o644))
+	_, err = OpenOrOwn("", nil)
+	require.ErrorContains(t, err, "use chmod 600")
+	_, err = OpenOrOwn(filepath.Join(t.TempDir(), "missing"), nil)
+	require.ErrorIs(t, err, fs.ErrNotExist)
+}
+
+// A key that other engines of this user may use is not replaced by one of this process's own, however it is out of reach.
+func TestKeyOutOfReach(t *testing.T) {
+	state, runtime := places(t)
+	_, err := OpenAt("", nil)
+	require.NoError(t, err)
+	require.True(t, HasShared())
+	for _, path := range []string{state, runtime} {
+		require.NoError(t, os.Chmod(filepath.Dir(path), 0o755)) // as a backup may be restored
+	}
+	_, err = OpenOrOwn("", nil)
+	require.ErrorIs(t, err, errNoPlace)
+	require.NoError(t, os.RemoveAll(filepath.Dir(runtime)))
+	require.NoError(t, os.Mkdir(filepath.Dir(runtime), 0o755))
+	_, err = OpenOrOwn("", nil)
+	require.ErrorIs(t, err, errNoPlace, "the state folder has one")
+	require.NoError(t, os.RemoveAll(state))
+	require.False(t, HasShared())
+	f, err := OpenOrOwn("", nil)
+	require.NoError(t, err)
+	require.Error(t, f.Own())
+	if os.Getuid() != 0 {
+		t.Log("a file of somebody else is not tried: only the administrator can give one away")
+		return
+	}
+	require.NoError(t, os.WriteFile(runtime, nil, 0o600))
+	require.True(t, HasShared())
+	require.NoError(t, os.Chown(runtime, 65534, 0))
+	require.False(t, HasShared(), "whoever makes the folder first keeps no engine from starting by a file in it")
+}

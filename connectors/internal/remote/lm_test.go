@@ -4,6 +4,7 @@ import (
 	"encoding/hex"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance/lmtest"
+	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/connector"
 )
 
@@ -86,6 +88,58 @@ func TestLMSilentServer(t *testing.T) {
 	close(accepted)
 	for c := range accepted {
 		require.NoError(t, c.Close())
+	}
+}
+
+// TestLMCutAtEveryByte: an exchange with LMCache's server that is cut at any byte, in either direction, gives whole blocks or
+// none, and the next one works.
+func TestLMCutAtEveryByte(t *testing.T) {
+	full, _ := items(2, 60, 40)
+	exchange := func(t *testing.T, s *LM) (failed bool) {
+		t.Helper()
+		if err := s.Put(t.Context(), full); err != nil {
+			require.ErrorIs(t, err, connector.ErrGone)
+			failed = true
+		}
+		n, err := s.Lookup(t.Context(), [][]connector.StoreKey{keysOf(full)})
+		require.NoError(t, err)
+		require.LessOrEqual(t, n[0], len(full))
+		got := []connector.Item{blank(full[0]), blank(full[1])}
+		err = s.Get(t.Context(), got)
+		part := &connector.ItemError{}
+		if err != nil {
+			require.ErrorIs(t, err, connector.ErrGone)
+			require.ErrorAs(t, err, &part)
+		}
+		for i := range got {
+			if !slices.Contains(part.Items, i) {
+				requireEqual(t, full[i:i+1], got[i:i+1])
+			}
+		}
+		return failed || err != nil
+	}
+	for name, cut := range map[string]func(*relay.Relay, int64){"sent": (*relay.Relay).CutSentAfter, "answers": (*relay.Relay).CutAfter} {
+		cuts, failed := 0, 0
+		for after, more := int64(1), true; more; after += 7 {
+			r := newRelay(t, lmServer(t))
+			s, err := OpenLM(Options{Addresses: []string{r.Address()}, Connections: 1, Timeout: time.Minute})
+			require.NoError(t, err)
+			cut(r, after)
+			if exchange(t, s) {
+				failed++
+			}
+			more = r.Cuts() > 0
+			cuts += min(1, r.Cuts())
+			cut(r, 0)
+			require.NoError(t, s.Close())
+			again, err := OpenLM(Options{Addresses: []string{r.Address()}, Connections: 1, Timeout: time.Minute})
+			require.NoError(t, err)
+			require.False(t, exchange(t, again), "%s, after %d bytes", name, after)
+			require.NoError(t, again.Close())
+		}
+		require.Greater(t, cuts, 50)
+		require.Positive(t, failed)
+		t.Logf("%s: cut at %d places, which %d exchanges noticed", name, cuts, failed)
 	}
 }
 

@@ -2,6 +2,7 @@ package plugin
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"debug/elf"
@@ -10,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -63,8 +65,10 @@ const pluginPrefix = "kvport-"
 
 // Find looks for the plugin that answers to the wanted name among the executables of the given folders.
 // Of several the first in the order of the folders wins, but one whose file is called like the connector
-// goes before all others: then nothing else is run. Errors wrap config.Err and say where it looked, what
-// it found, and which known name is nearest.
+// goes before all others: then nothing else is run. Others are run only if they have the name in them, so a
+// name that is in none of the files runs nothing. A file that others can change is an error if it comes
+// before the winner: what runs must not depend on their file being passed over. Errors wrap config.Err and
+// say where it looked, what it found, and which known name is nearest.
 func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 	var named, others []string
 	for _, path := range candidates(w.Paths) {
@@ -75,24 +79,105 @@ func Find(ctx context.Context, w *Wanted) (*Binary, error) {
 		}
 	}
 	first, b := probe(ctx, named, w, w.Sandbox)
+	if err := refused(named, b); err != nil {
+		return nil, err
+	}
 	if b != nil {
 		return b, nil
 	}
-	second, b := probe(ctx, others, w, w.Search)
+	ask := having(ctx, others, w.Connector, w.wait(), hasText)
+	second, b := probe(ctx, ask, w, w.Search)
+	if err := refused(ask, b); err != nil {
+		return nil, err
+	}
 	if b != nil {
 		return b, nil
 	}
-	return nil, notFound(w, append(first, second...))
+	for _, f := range first {
+		if f.Err != nil { // it is called like the connector, so it is the one that is meant
+			return nil, fmt.Errorf("%w: %w", config.Err, f.Err)
+		}
+	}
+	unasked := slices.DeleteFunc(others, func(path string) bool { return slices.Contains(ask, path) })
+	return nil, notFound(w, append(first, second...), unasked)
 }
 
-// namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector.
+// refused is an error if others can change one of the files before the one that was found, or any if none was.
+func refused(paths []string, found *Binary) error {
+	for _, path := range paths {
+		if found != nil && found.Path == path {
+			return nil
+		}
+		if _, err := trusted(path); isUntrusted(err) {
+			return fmt.Errorf("%w: %w", config.Err, err)
+		}
+	}
+	return nil
+}
+
+// having are the files that have a name in them, as programs and scripts have what they answer to. One that cannot be
+// read, or not within limit, may have it.
+func having(ctx context.Context, paths []string, name string, limit time.Duration, has func(ctx context.Context, path, text string) bool) []string {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	lack := make(chan string, len(paths)) // nobody waits for a read that hangs
+	var found []string
+	for _, path := range paths {
+		go func() {
+			if has(ctx, path, name) {
+				path = ""
+			}
+			lack <- path
+		}()
+	}
+	without := map[string]bool{}
+	for range paths {
+		select {
+		case path := <-lack:
+			without[path] = true
+		case <-ctx.Done():
+		}
+	}
+	for _, path := range paths {
+		if !without[path] {
+			found = append(found, path)
+		}
+	}
+	return found
+}
+
+// hasText reports whether a text is in a file, or may be: one that may be run need not be readable.
+func hasText(ctx context.Context, path, text string) bool {
+	f, err := config.OpenFile(path)
+	if err != nil {
+		return true
+	}
+	defer f.Close()
+	buffer := make([]byte, len(text)+1<<20)
+	for kept := 0; ctx.Err() == nil; {
+		n, err := f.Read(buffer[kept:])
+		if bytes.Contains(buffer[:kept+n], []byte(text)) {
+			return true
+		}
+		if err != nil {
+			return !errors.Is(err, io.EOF)
+		}
+		last := buffer[max(0, kept+n-len(text)+1) : kept+n] // the text may begin there
+		kept = copy(buffer, last)
+	}
+	return true
+}
+
+// namedAfter reports whether a file is called like a connector: kvport-disk for DiskConnector, or for DiskConnectorV1.
 func namedAfter(path, name string) bool {
 	lower := strings.ToLower(name)
+	short, _, _ := strings.Cut(lower, "connector")
 	base := strings.TrimPrefix(filepath.Base(path), pluginPrefix)
-	return base == lower || base == strings.TrimSuffix(lower, "connector")
+	return base != "" && (base == lower || base == short)
 }
 
-func notFound(w *Wanted, found []Found) error {
+// notFound says what there is: the connectors that answered, and the files that were not asked.
+func notFound(w *Wanted, found []Found, unasked []string) error {
 	known, own, broken := slices.Clone(w.Composed), slices.Clone(w.Composed), []string(nil)
 	for _, f := range found {
 		if f.Err != nil {
@@ -107,8 +192,17 @@ func notFound(w *Wanted, found []Found) error {
 		looked = "looked in " + strings.Join(w.Paths, ", ")
 	}
 	slices.Sort(own)
-	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)",
-		config.Err, strictjson.Quote(w.Connector), nearestConnector(w.Connector, known), strings.Join(slices.Compact(own), ", "), looked)
+	err := fmt.Errorf("%w: kv_connector: no plugin is called %s%s; there are %s (%s)", config.Err, strictjson.Quote(w.Connector),
+		cmp.Or(nearestConnector(w.Connector, known), nearestFile(w.Connector, unasked)), strings.Join(slices.Compact(own), ", "), looked)
+	if len(unasked) > 0 {
+		bases := make([]string, len(unasked))
+		for i, path := range unasked {
+			bases[i] = filepath.Base(path)
+		}
+		slices.Sort(bases)
+		err = fmt.Errorf("%w; not asked, since the name is nowhere in them: %s (if one of them is meant, set kv_connector_module_path; `kvport plugins list` asks all)",
+			err, strings.Join(slices.Compact(bases), ", "))
+	}
 	if len(broken) > 0 {
 		err = fmt.Errorf("%w; skipped: %s", err, strings.Join(broken, "; "))
 	}
@@ -131,6 +225,21 @@ func nearestConnector(name string, known []string) string {
 		return ""
 	}
 	return fmt.Sprintf(", did you mean %q?", near)
+}
+
+// nearestFile suggests a file that is called almost like a connector.
+func nearestFile(name string, files []string) string {
+	bases := map[string]string{}
+	for _, path := range files {
+		base := filepath.Base(path)
+		short := strings.TrimPrefix(base, pluginPrefix)
+		bases[short], bases[short+"connector"] = base, base
+	}
+	near := bases[strictjson.Nearest(name, slices.Sorted(maps.Keys(bases)), 3)]
+	if near == "" {
+		return ""
+	}
+	return fmt.Sprintf(", did you mean the connector of %s?", near)
 }
 
 func stem(connector string) string {
@@ -281,7 +390,10 @@ func (p *Program) Manifest(ctx context.Context, limit time.Duration, box *sandbo
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	out, complaint := limitedBuffer{full: stop}, limitedBuffer{full: stop}
-	cmd := p.command(ctx, "--manifest")
+	cmd, err := p.command(ctx, "--manifest")
+	if err != nil {
+		return nil, err
+	}
 	inherit, err := p.confine(cmd, box, nil)
 	if err != nil {
 		return nil, err
@@ -447,7 +559,8 @@ func findPinned(ctx context.Context, w *Wanted) (*Program, *wire.Manifest, error
 }
 
 // Program is a binary that can be started. A pinned one is a sealed copy in memory of the bytes
-// that were hashed, so nobody can swap the file between the check and the start.
+// that were hashed, so nobody can swap the file between the check and the start. Any other is started
+// only if nobody else can change it, which each start finds out for itself.
 type Program struct {
 	Path string
 	copy *os.File // nil unless pinned
@@ -518,17 +631,22 @@ func sealCopy(f *os.File) (sealed *os.File, hash string, err error) {
 }
 
 // command prepares a start in a process group of its own that dies with the thread that starts it,
-// with an empty environment.
-func (p *Program) command(ctx context.Context, args ...string) *exec.Cmd {
-	file := p.Path
+// with an empty environment. It is an error if others can change the program.
+func (p *Program) command(ctx context.Context, args ...string) (*exec.Cmd, error) {
+	var file string
 	if p.copy != nil {
 		file = fmt.Sprintf("/proc/self/fd/%d", p.copy.Fd())
+	} else {
+		var err error
+		if file, err = trusted(p.Path); err != nil {
+			return nil, err
+		}
 	}
 	cmd := exec.CommandContext(ctx, file, args...)
 	cmd.Args[0] = p.Path
 	cmd.Env = []string{}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	return cmd
+	return cmd, nil
 }
 
 // confine makes a command of the program one that runs it in a sandbox; nil: it stays as it is. inherit is what the

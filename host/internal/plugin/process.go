@@ -130,7 +130,10 @@ func (p *Process) prepare(prog *Program, opts *Options) (err error) {
 	if p.lock, err = lockDir(p.dir); err != nil {
 		return err
 	}
-	cmd := prog.command(context.Background())
+	cmd, err := prog.command(context.Background())
+	if err != nil {
+		return err
+	}
 	for _, name := range slices.Concat(opts.Environment, fault.Environment()) {
 		if v, set := os.LookupEnv(name); set {
 			cmd.Env = append(cmd.Env, name+"="+v)
