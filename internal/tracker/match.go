@@ -247,8 +247,9 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	if err != nil { // when Later has ended it does not matter which: the match is undecided, as Tick would say
 		answer = connector.Match{Later: over || errors.Is(err, connector.ErrBusy)}
 	}
-	m.unsure = err != nil
-	m.hear(answer)
+	if m.unsure = err != nil; !m.unsure {
+		m.hear(answer)
+	}
 	if answer.Later || m.end < min(r.need, b.limit(&m.query)) {
 		m.wait = min(max(2*m.wait, b.cfg.BackoffMin), b.cfg.BackoffMax)
 		m.retryAt = now.Add(m.wait)

@@ -109,6 +109,18 @@ func TestNothingIsSaidOfTheRest(t *testing.T) {
 	require.Zero(t, one[Ask](b).Query.Computed)
 }
 
+// An error takes back nothing of what the connector has said that it has, while more was on its way.
+func TestErrorKeepsTheBestSoFar(t *testing.T) {
+	b := newBench(t, func(c *Config) { c.BackoffMin, c.BackoffMax = time.Millisecond, time.Millisecond })
+	b.ask(prompt(4), 0)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 32, Later: true}, nil))
+	b.now = b.now.Add(2 * time.Millisecond)
+	b.got(b.Tick(b.now))
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{}, connector.ErrGone))
+	require.Equal(t, 32, b.Match(b.now, "r").Tokens)
+	require.False(t, b.Sure("r"))
+}
+
 // What Match says is the connector's word only where it answered in time and without an error, or need not be asked.
 func TestSure(t *testing.T) {
 	for name, c := range map[string]struct {
