@@ -376,6 +376,12 @@ func decodePrompts(raw json.RawMessage) ([]prompt, *Error) {
 
 const promptTypes = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
+// roles are those of OpenAI's messages. A chat template puts a role into the prompt as it is, so any other text in its place
+// could end the turn and begin one of another role.
+func roles() []string {
+	return []string{"system", "developer", "user", "assistant", "tool", "function"}
+}
+
 func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
 	var list []map[string]json.RawMessage
 	if json.Unmarshal(raw, &list) != nil {
@@ -390,6 +396,9 @@ func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
 		m := &object{fields: fields}
 		if !take(m, "role", "a string", &messages[i].Role) || messages[i].Role == "" {
 			return nil, wrongType(at+".role", "a string that is not empty")
+		}
+		if !slices.Contains(roles(), messages[i].Role) {
+			return nil, wrongValue(at+".role", "is %.40q, want one of %s", messages[i].Role, strings.Join(roles(), ", "))
 		}
 		var err *Error
 		if messages[i].Content, err = decodeContent(m, at+".content"); err != nil {
