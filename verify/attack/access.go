@@ -41,9 +41,19 @@ func wrongKeys(ctx context.Context, r *rig, open bool) (string, error) {
 		return "", err
 	}
 	headers := []map[string]string{
-		{}, {"Authorization": "Bearer"}, {"Authorization": "Bearer "}, {"Authorization": r.key}, {"Authorization": "Basic " + r.key}, {"Authorization": "Bearer " + r.key[:len(r.key)-1]},
-		{"Authorization": "Bearer " + r.key + "x"}, {"Authorization": "Bearer " + strings.ToUpper(r.key)}, {"X-Api-Key": r.key}, {"Proxy-Authorization": "Bearer " + r.key},
-		{"Cookie": "Authorization=Bearer " + r.key}, {"Authorization": "Bearer " + strings.Repeat("k", 50_000)}, {"Authorization": "Bearer \\n" + r.key},
+		{},
+		{"Authorization": "Bearer"},
+		{"Authorization": "Bearer "},
+		{"Authorization": r.key},
+		{"Authorization": "Basic " + r.key},
+		{"Authorization": "Bearer " + r.key[:len(r.key)-1]},
+		{"Authorization": "Bearer " + r.key + "x"},
+		{"Authorization": "Bearer " + strings.ToUpper(r.key)},
+		{"X-Api-Key": r.key},
+		{"Proxy-Authorization": "Bearer " + r.key},
+		{"Cookie": "Authorization=Bearer " + r.key},
+		{"Authorization": "Bearer " + strings.Repeat("k", 50_000)},
+		{"Authorization": "Bearer \\n" + r.key},
 	}
 	n := 0
 	for _, header := range headers {

@@ -141,15 +141,14 @@ func (r *rig) sandboxed(ctx context.Context, p *cluster.Process) (bool, error) {
 // scene is what a malicious plugin aims at.
 type scene struct {
 	*rig
-	mode          string
-	own, sibling  string
-	binary        string
-	tcp, udp      int
-	socket        string
-	hits          func() int
-	ring          string
-	sinks         []net.PacketConn
-	configuration string
+	mode         string
+	own, sibling string
+	binary       string
+	tcp, udp     int
+	socket       string
+	hits         func() int
+	ring         string
+	sinks        []net.PacketConn
 }
 
 func (r *rig) scene(ctx context.Context, mode string) (*scene, error) {

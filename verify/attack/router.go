@@ -13,6 +13,7 @@ import (
 	"net/http/httputil"
 	"net/url"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -326,7 +327,7 @@ func endlessHeader(ctx context.Context, r *rig, _ bool) (string, error) {
 		},
 		func(w io.Writer) { _, _ = io.WriteString(w, "HTTP/1.1 999 \x1b[2J\r\nContent-Length: 0\r\n\r\n") },
 	}
-	seen := ""
+	var seen []string
 	for n, answer := range kinds {
 		address, err := r.listen(ctx, func(conn net.Conn) {
 			_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
@@ -359,9 +360,9 @@ func endlessHeader(ctx context.Context, r *rig, _ bool) (string, error) {
 		if err := r.alive(ctx, router); err != nil {
 			return "", err
 		}
-		seen += fmt.Sprintf("%d ", status)
+		seen = append(seen, strconv.Itoa(status))
 	}
-	return "clients get " + seen, nil
+	return "clients get " + strings.Join(seen, ", "), nil
 }
 
 // repeated is a text n times.
@@ -428,7 +429,7 @@ func endlessHealth(ctx context.Context, r *rig, _ bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	seen := ""
+	var seen []string
 	for name, health := range map[string]http.HandlerFunc{
 		"endless": func(w http.ResponseWriter, _ *http.Request) { _, _ = io.Copy(w, zeros(4<<30)) },
 		"lies": func(w http.ResponseWriter, _ *http.Request) {
@@ -461,9 +462,9 @@ func endlessHealth(ctx context.Context, r *rig, _ bool) (string, error) {
 		if grown > 200 {
 			return "", holef("%s: the router grew by %d MB", name, grown)
 		}
-		seen += fmt.Sprintf("%s: %d MB more; ", name, grown)
+		seen = append(seen, fmt.Sprintf("%s: %d MB more", name, grown))
 	}
-	return seen + "the other instance serves", nil
+	return strings.Join(seen, "; ") + "; the other instance serves", nil
 }
 
 // registrar is a router with a port for registrations, and the ring of its deployment.

@@ -53,7 +53,7 @@ func blockFiles(folder string) (files []string, err error) {
 }
 
 // stored starts an engine on a store that has blocks of two prompts already.
-func (r *rig) stored(ctx context.Context, settings string) (d *cluster.Process, files []string, err error) {
+func (r *rig) stored(ctx context.Context) (d *cluster.Process, files []string, err error) {
 	folder, err := r.folder()
 	if err != nil {
 		return nil, nil, err
@@ -61,7 +61,7 @@ func (r *rig) stored(ctx context.Context, settings string) (d *cluster.Process, 
 	if _, err := r.expected(ctx, sim, prompt(1), prompt(2)); err != nil {
 		return nil, nil, err
 	}
-	p, err := r.serve(ctx, sim, r.storeConfig("kv_producer", folder, settings))
+	p, err := r.serve(ctx, sim, r.storeConfig("kv_producer", folder, `{}`))
 	if err != nil {
 		return nil, nil, err
 	}
@@ -74,7 +74,7 @@ func (r *rig) stored(ctx context.Context, settings string) (d *cluster.Process, 
 	if files, err = blockFiles(folder); err != nil {
 		return nil, nil, err
 	}
-	d, err = r.serve(ctx, sim, r.storeConfig("kv_both", folder, settings), "--enable-prefix-caching=false")
+	d, err = r.serve(ctx, sim, r.storeConfig("kv_both", folder, `{}`), "--enable-prefix-caching=false")
 	if err != nil {
 		return nil, nil, err
 	}
@@ -141,7 +141,7 @@ func poison(ctx context.Context, r *rig, _ bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	d, files, err := r.stored(ctx, `{}`)
+	d, files, err := r.stored(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -182,7 +182,7 @@ func digestsAt(ours, theirs []byte) int {
 }
 
 func otherBlock(ctx context.Context, r *rig, _ bool) (string, error) {
-	d, files, err := r.stored(ctx, `{}`)
+	d, files, err := r.stored(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -212,7 +212,7 @@ func wholeFile(value []byte) []byte {
 }
 
 func churnStore(ctx context.Context, r *rig, _ bool) (string, error) {
-	d, files, err := r.stored(ctx, `{}`)
+	d, files, err := r.stored(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -274,7 +274,7 @@ func oddFiles() []oddKind {
 }
 
 func oddFile(ctx context.Context, r *rig, put func(r *rig, path string) error) (string, error) {
-	d, files, err := r.stored(ctx, `{}`)
+	d, files, err := r.stored(ctx)
 	if err != nil {
 		return "", err
 	}

@@ -180,7 +180,7 @@ func noisy(ctx context.Context, r *rig, _ bool) (string, error) {
 
 func halfLinks(ctx context.Context, r *rig, _ bool) (string, error) {
 	return r.eachPair(ctx, func(s *pair) (string, error) {
-		seen := ""
+		var seen []string
 		for _, pid := range s.plugins() {
 			before := openFiles(pid)
 			for _, port := range listening(pid) {
@@ -191,9 +191,9 @@ func halfLinks(ctx context.Context, r *rig, _ bool) (string, error) {
 			if !wait(ctx, time.Minute, func() bool { return openFiles(pid) <= before+16 }) {
 				return "", holef("%s: %d descriptors before, %d after", s.f.Connector, before, openFiles(pid))
 			}
-			seen += fmt.Sprintf("%d → %d descriptors ", before, openFiles(pid))
+			seen = append(seen, fmt.Sprintf("%d → %d descriptors", before, openFiles(pid)))
 		}
-		return seen, nil
+		return strings.Join(seen, ", "), nil
 	})
 }
 
@@ -518,7 +518,7 @@ func commandLines(ctx context.Context, r *rig, _ bool) (string, error) {
 		return "", err
 	}
 	secrets := []string{r.key, r.canary}
-	_ = filepath.WalkDir(filepath.Join(r.dir, "state"), func(path string, d os.DirEntry, err error) error {
+	_ = filepath.WalkDir(filepath.Join(r.dir, "state"), func(path string, _ os.DirEntry, err error) error {
 		if data, readErr := os.ReadFile(path); err == nil && readErr == nil && len(strings.TrimSpace(string(data))) > 8 {
 			secrets = append(secrets, strings.TrimSpace(string(data)))
 		}
