@@ -68,9 +68,6 @@ func (s *source) find(ctx context.Context, paths []string) (*Manifest, error) {
 	if err != nil {
 		return nil, err
 	}
-	if path := prog.Exposed(); path != "" {
-		s.log.Warn("every user of this machine may write the plugin or its folder, and so decide what runs here: chmod o-w, or set kvport.plugin_sha256", "connector", manifest.Name, "path", path)
-	}
 	s.cfg.adopt(manifest, s.log)
 	s.prog, s.name, s.needs = prog, manifest.Name, manifest.Needs
 	var withheld []string

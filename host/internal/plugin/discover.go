@@ -465,22 +465,6 @@ func Executable(path string) (*Program, error) {
 	return &Program{Path: path}, nil
 }
 
-// Exposed is what lets every user of the machine put another program in the place of this one: the file, or the folder that it
-// is in. It is empty where neither may be written by others, and for a program that is pinned.
-func (p *Program) Exposed() string {
-	if p.copy != nil {
-		return ""
-	}
-	if st, err := os.Stat(p.Path); err == nil && st.Mode()&0o002 != 0 {
-		return p.Path
-	}
-	folder := filepath.Dir(p.Path) // in a sticky one, others cannot replace what is not theirs
-	if st, err := os.Stat(folder); err == nil && st.Mode()&0o002 != 0 && st.Mode()&os.ModeSticky == 0 {
-		return folder
-	}
-	return ""
-}
-
 // OpenProgram opens a binary; with a hash its content must match.
 func OpenProgram(path, hash string) (*Program, error) {
 	if hash == "" {

@@ -1,8 +1,6 @@
 package plugin
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"io"
 	"os"
 	"path/filepath"
@@ -38,25 +36,3 @@ func TestManifestDeadline(t *testing.T) {
 type zeros struct{}
 
 func (zeros) Read(p []byte) (int, error) { return len(p), nil }
-
-// TestExposed: a program is exposed where every user may write it or its folder, unless it is pinned or the folder is sticky.
-func TestExposed(t *testing.T) {
-	folder := filepath.Join(t.TempDir(), "bin")
-	path := filepath.Join(folder, "kvport-x")
-	require.NoError(t, os.Mkdir(folder, 0o700))
-	require.NoError(t, os.WriteFile(path, []byte("x"), 0o700)) //nolint:gosec // a program
-	set := func(of string, mode os.FileMode) { require.NoError(t, os.Chmod(of, mode)) }
-	p := &Program{Path: path}
-	require.Empty(t, p.Exposed())
-	set(folder, 0o777)
-	require.Equal(t, folder, p.Exposed())
-	set(folder, 0o777|os.ModeSticky)
-	require.Empty(t, p.Exposed())
-	set(path, 0o702)
-	require.Equal(t, path, p.Exposed())
-	sum := sha256.Sum256([]byte("x"))
-	pinned, err := OpenProgram(path, hex.EncodeToString(sum[:]))
-	require.NoError(t, err)
-	require.Empty(t, pinned.Exposed())
-	require.NoError(t, pinned.Close())
-}
