@@ -105,8 +105,8 @@ fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them a
 conform: deps build ## run the conformance suite against every plugin
 	@PLUGINS="$(PLUGINS)" scripts/conform.sh
 
-attack: deps build ## attack the binaries as clients, strangers, servers and plugins would (docs/attacks.md); ATTACK_ARGS='-run plugin/' is passed on
-	@$(GO) run ./verify/attack $(ATTACK_ARGS)
+attack: deps build ## attack the binaries as clients, strangers, servers and plugins would (docs/attacks.md), for SAMPLE seconds if given, picked by the commit; ATTACK_ARGS='-run plugin/' is passed on
+	@$(GO) run ./verify/attack $(if $(SAMPLE),-sample $(SAMPLE)s -seed 0x$(shell git rev-parse --short=15 HEAD 2>/dev/null || echo 1)) $(ATTACK_ARGS)
 
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...

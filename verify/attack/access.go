@@ -224,7 +224,7 @@ func openKeyFile(ctx context.Context, r *rig, _ bool) (string, error) {
 	}
 	p, err := r.serve(ctx, sim, "", "--api-key-file", file)
 	if err != nil {
-		return "it refuses to start", nil //nolint:nilerr // which is as good
+		return "", err
 	}
 	if err := p.Logged(ctx, "can be read by others"); err != nil {
 		return "", holef("it says nothing: %v", err)

@@ -25,8 +25,8 @@ func faultProbes() []probe {
 		{id: "fault/full-disk", row: "T10", does: "runs an engine whose store is on a disk that is full", cost: 8, run: fullDisk},
 		{id: "fault/full-output", row: "T10", does: "runs an engine whose log is on a device that is full", cost: 8, run: fullOutput},
 		{id: "fault/port-in-use", row: "T10", does: "takes the port first", run: portInUse},
-		{id: "fault/stop-prefill", row: "T10", does: "stops and kills the prefill engine, its plugin, the decode engine's plugin", cost: 30, run: stopPrefill},
-		{id: "fault/churn", row: "T11", does: "kills the plugin ten times among 200 requests, some of whose clients leave, and counts what is left", cost: 40, run: churn},
+		{id: "fault/stop-prefill", row: "T10", does: "kills the prefill engine, and kills and stops its plugin and the decode engine's", cost: 30, run: stopPrefill},
+		{id: "fault/churn", row: "T11", does: "kills the plugin 20 times among 200 requests, some of whose clients leave, and counts what is left", cost: 40, run: churn},
 		{id: "fault/orphans", row: "own", does: "kills an engine, and looks for what it has left behind", cost: 8, run: orphans},
 		{id: "fault/swapped-plugin", row: "T13", does: "puts another program in the place of a pinned plugin, before the start and while the engine runs", cost: 8, run: swappedPlugin},
 	}
@@ -147,34 +147,33 @@ func stopPrefill(ctx context.Context, r *rig, _ bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	n := 0
-	for _, s := range []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP} {
-		for _, who := range []string{"prefill's plugin", "decode's plugin", "prefill"} {
-			c, err := r.pairOf(ctx, f, "")
-			if err != nil {
-				return "", err
-			}
-			pid := map[string]int{"prefill": c.p.PID()}[who]
-			switch who {
-			case "prefill's plugin":
-				pid = cluster.Plugins(c.p.PID())[0]
-			case "decode's plugin":
-				pid = cluster.Plugins(c.d.PID())[0]
-			}
-			if err := syscall.Kill(pid, s); err != nil {
-				return "", err
-			}
-			if who != "prefill" || s == syscall.SIGKILL {
-				if err := r.same(ctx, sim, c.url, prompt(1), prompt(2), prompt(3)); err != nil {
-					return "", fmt.Errorf("%s to the %s: %w", s, who, err)
-				}
-			}
-			n++
-			_ = syscall.Kill(pid, syscall.SIGCONT)
-			r.stopAll()
-		}
+	faults := []struct {
+		name   string
+		signal syscall.Signal
+		pid    func(*pair) int
+	}{
+		{"prefill killed", syscall.SIGKILL, func(c *pair) int { return c.p.PID() }},
+		{"prefill's plugin killed", syscall.SIGKILL, func(c *pair) int { return cluster.Plugins(c.p.PID())[0] }},
+		{"decode's plugin killed", syscall.SIGKILL, func(c *pair) int { return cluster.Plugins(c.d.PID())[0] }},
+		{"prefill's plugin stopped", syscall.SIGSTOP, func(c *pair) int { return cluster.Plugins(c.p.PID())[0] }},
+		{"decode's plugin stopped", syscall.SIGSTOP, func(c *pair) int { return cluster.Plugins(c.d.PID())[0] }},
 	}
-	return fmt.Sprintf("%d faults, right tokens", n), nil
+	for _, fault := range faults {
+		c, err := r.pairOf(ctx, f, "")
+		if err != nil {
+			return "", err
+		}
+		pid := fault.pid(c)
+		if err := syscall.Kill(pid, fault.signal); err != nil {
+			return "", err
+		}
+		if err := r.same(ctx, sim, c.url, prompt(1), prompt(2), prompt(3)); err != nil {
+			return "", fmt.Errorf("%s: %w", fault.name, err)
+		}
+		_ = syscall.Kill(pid, syscall.SIGCONT) // a plugin that is stopped is killed or goes on
+		r.stopAll()
+	}
+	return fmt.Sprintf("%d faults, right tokens", len(faults)), nil
 }
 
 func churn(ctx context.Context, r *rig, _ bool) (string, error) {

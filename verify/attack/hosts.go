@@ -15,7 +15,8 @@ import (
 func hostProbes() []probe {
 	return []probe{
 		{id: "host/search-runs", row: "L13", does: "puts a program into the plugin folder that does harm when it is asked for its name", door: "its name is that of the connector", run: searched},
-		{id: "host/open-folder", row: "L13", does: "lets everybody write the plugin folder and the plugin in it", run: openFolder},
+		{id: "host/open-folder", row: "L13", does: "lets everybody write the plugin folder and the plugin in it",
+			waits: "the host refuses plugins that others can change", run: openFolder},
 		{id: "host/in-place", row: "in-place", does: "does at trust level in-place all that docs/operate.md says a plugin can do there", cost: 10, run: inPlace},
 		{id: "host/in-place-sandbox", row: "in-place", does: "tries the same at in-place in a sandbox, where only writing the cache is left", door: withoutSandbox, cost: 10, run: inPlaceSandboxed},
 	}
@@ -67,14 +68,10 @@ func openFolder(ctx context.Context, r *rig, _ bool) (string, error) {
 		}
 	}
 	config := strings.Replace(s.config(`{}`), fmt.Sprintf(`"kv_connector_module_path":%q,`, s.binary), "", 1)
-	p, err := r.serve(ctx, sim, config, "--plugin-path", folder)
-	if err != nil {
+	if err := r.refused(ctx, "can be changed by", "serve", "--model", sim, "--port", "0", "--kv-transfer-config", config, "--plugin-path", folder); err != nil {
 		return "", err
 	}
-	if err := p.Logged(ctx, "every user of this machine may write the plugin"); err != nil {
-		return "", holef("a plugin that everybody may replace runs, and nobody says so: %v", err)
-	}
-	return "it runs, and the log warns", nil
+	return "the engine refuses to start with it", nil
 }
 
 // rowsOf are the tries of the malicious plugin by the row of the table in docs/operate.md.

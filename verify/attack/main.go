@@ -153,6 +153,10 @@ func (r *rig) probe(ctx context.Context, p *probe, doors bool) result {
 	ctx, cancel := context.WithTimeout(ctx, probeLimit)
 	defer cancel()
 	res := result{ID: p.id, Row: p.row}
+	if p.waits != "" {
+		res.Verdict, res.Seen = notRun, "waits for this: "+p.waits
+		return res
+	}
 	seen, err := p.run(ctx, r, false)
 	r.stopAll()
 	res.Verdict, res.Seen = judge(seen, err)
@@ -160,9 +164,12 @@ func (r *rig) probe(ctx context.Context, p *probe, doors bool) result {
 		_, err := p.run(ctx, r, true)
 		r.stopAll()
 		var h *hole
+		var s *skipped
 		switch {
 		case errors.As(err, &h):
 			res.Door = p.door + ": " + h.seen
+		case errors.As(err, &s): // it stays without that proof, and is not counted among those that have it
+			res.Seen += "; its door was not tried: " + s.why
 		case err == nil:
 			res.Verdict, res.Seen = broken, "it does not notice the open door: "+p.door
 		default:

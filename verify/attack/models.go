@@ -15,8 +15,8 @@ func modelProbes() []probe {
 	return []probe{
 		{id: "model/bad-files", row: "T8", does: "gives an engine 20 files that are no right GGUF: cut, bits changed, counts of 2^60", cost: 20, run: badModels},
 		{id: "model/cut-while-served", row: "T8", does: "cuts the file of the model while it is served", cost: 20, run: cutModel},
-		{id: "model/bad-configs", row: "T8", does: "starts engines with 20 transfer configs that are wrong", cost: 10, run: badConfigs},
-		{id: "model/tokenizer", row: "T9", does: "sends texts of 0.5 to 2 MB that tokenizers are slow with", cost: 30, run: tokenizerBombs},
+		{id: "model/bad-configs", row: "T8", does: "starts engines with 23 transfer configs that are wrong", cost: 10, run: badConfigs},
+		{id: "model/tokenizer", row: "T9", does: "sends texts of 1 MB that tokenizers are slow with", cost: 30, run: tokenizerBombs},
 		{id: "model/chat-roles", row: "M12", does: "writes the end of a turn and the beginning of another into the role of a chat message", cost: 10, run: chatRoles},
 	}
 }

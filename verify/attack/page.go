@@ -60,13 +60,13 @@ as the author of a plugin. Each of the %d probes below is one attack. It prints 
 plugins, which run with the real model at trust level `+"`staged`"+`: no token may be wrong, no secret read, no port opened and no process left behind.
 
 A probe with an *open door* is then run once more with a config that permits the attack, and must see it succeed: %d probes are known to be able to fail in this way.
-Probes that need another user run as `+"`nobody`"+` and need root to become that; without root they are counted as not run. `+"`make test`"+` runs as many probes as 90 seconds have room for; the commit picks them.
+Probes that need another user run as `+"`nobody`"+` and need root to become that; without root they are counted as not run, as are those for which this machine or this version of kvport lacks something.
 
 `+"```sh"+`
 make deps build
 go run ./verify/attack                        # all of them; exit code 1 if one does not hold
 go run ./verify/attack -run 'plugin/forge'    # some
-go run ./verify/attack -sample 90s -seed 7    # as many as there is time for
+go run ./verify/attack -sample 90s -seed 7    # as many as there is time for; make attack SAMPLE=90 has the commit pick them
 `+"```"+`
 
 *For* names what a probe belongs to:
@@ -83,7 +83,11 @@ go run ./verify/attack -sample 90s -seed 7    # as many as there is time for
 		if door != "" {
 			door = "`" + door + "`"
 		}
-		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", p.id, p.row, p.does, door)
+		does := p.does
+		if p.waits != "" {
+			does += " (not run yet, it waits for this: " + p.waits + ")"
+		}
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", p.id, p.row, does, door)
 	}
 	return b.String()
 }

@@ -20,8 +20,20 @@ import (
 type mode struct {
 	name, row, does string
 	door            string // settings of the object kvport with which it succeeds; empty: none is tried
-	dies            bool   // it may cost its loads, so that nothing comes through the connector
+	// shows is the metric by which kvport says that it has noticed what the plugin did; empty: it has nothing to notice, and takes
+	// blocks from the plugin.
+	shows string
+	kills bool // the engine's stop may take longer than an operator waits, since the plugin is dead or stopped
 }
+
+// Metrics that show what became of a plugin's blocks.
+const (
+	damaged    = "kvport_integrity_failures_total"
+	unknown    = "kvport_digest_misses_total"
+	restarted  = "kvport_plugin_restarts_total"
+	failed     = "kvport_transfer_failed_blocks_total"
+	violations = "kvport_plugin_violations_total"
+)
 
 const (
 	withoutSandbox = `"sandbox":"off"`
@@ -31,22 +43,22 @@ const (
 // modes are the malicious plugins.
 func modes() []mode {
 	return []mode{
-		{name: "junk", row: "C2", does: "gives random bytes for every block"},
-		{name: "bit", row: "C2", does: "changes the last bit of the last layer of every block"},
-		{name: "zero", row: "C2", does: "gives zeros, digests included"},
-		{name: "forge", row: "C2", does: "gives random bytes and makes the digests again, without a key", door: withoutKey},
-		{name: "forge-name", row: "C2", does: "does that and writes the name of the key that has made the right digests before them"},
-		{name: "header", row: "C2", does: "removes the name of the key from digests"},
-		{name: "replay", row: "C2", does: "gives the first block that it was ever given for every other one"},
-		{name: "move", row: "C2", does: "gives each block's right bytes for the block before it"},
-		{name: "layers", row: "C2", does: "exchanges two layers of every block"},
-		{name: "silent", row: "C2", does: "says that it has loaded and writes nothing"},
-		{name: "claim", row: "C2", does: "says that it has every block"},
-		{name: "many", row: "own", does: "says that it has more blocks than it was asked about"},
-		{name: "negative", row: "own", does: "says that it has fewer than no blocks", dies: true},
-		{name: "elsewhere", row: "own", does: "names blocks in its answers that it was not asked for", dies: true},
+		{name: "junk", row: "C2", does: "gives random bytes for every block", shows: damaged},
+		{name: "bit", row: "C2", does: "changes the last bit of the last layer of every block", shows: damaged},
+		{name: "zero", row: "C2", does: "gives zeros, digests included", shows: damaged},
+		{name: "forge", row: "C2", does: "gives random bytes and makes the digests again, without a key", door: withoutKey, shows: unknown},
+		{name: "forge-name", row: "C2", does: "does that and writes the name of the key that has made the right digests before them", shows: damaged},
+		{name: "header", row: "C2", does: "removes the name of the key from digests", shows: damaged},
+		{name: "replay", row: "C2", does: "gives the first block that it was ever given for every other one", shows: damaged},
+		{name: "move", row: "C2", does: "gives each block's right bytes for the block before it", shows: damaged},
+		{name: "layers", row: "C2", does: "exchanges two layers of every block", shows: damaged},
+		{name: "silent", row: "C2", does: "says that it has loaded and writes nothing", shows: damaged},
+		{name: "claim", row: "C2", does: "says that it has every block", shows: damaged},
+		{name: "many", row: "own", does: "says that it has more blocks than it was asked about", shows: violations},
+		{name: "negative", row: "own", does: "says that it has fewer than no blocks", shows: violations},
+		{name: "elsewhere", row: "own", does: "names blocks in its answers that it was not asked for", shows: failed},
 		{name: "late", row: "C2", does: "goes on writing into blocks for seconds after it has answered"},
-		{name: "everywhere", row: "C2", does: "writes random bytes to all memory that the host shares with it, for seconds", dies: true},
+		{name: "everywhere", row: "C2", does: "writes random bytes to all memory that the host shares with it, for seconds"},
 		{name: "files", row: "C4", does: "reads keys and other secrets, directly, through links and through /proc, and writes files of others", door: withoutSandbox},
 		{name: "variables", row: "C4", does: "asks by its manifest for environment variables with credentials", door: withoutSandbox},
 		{name: "memory", row: "C4", does: "writes the KV cache through /proc, reads the engine's memory, environment and descriptors, and traces it", door: withoutSandbox},
@@ -60,9 +72,9 @@ func modes() []mode {
 		{name: "privileges", row: "C4", does: "uses capabilities, namespaces, io_uring, System V memory and the kernel's key rings", door: withoutSandbox},
 		{name: "pages", row: "C4", does: "takes pages out of memory that it shares with the host, and shortens it", door: withoutSandbox},
 		{name: "core", row: "C4", does: "asks for a core dump", door: withoutSandbox},
-		{name: "fence", row: "H6", does: "hides the fence, by which the host knows that its processes are gone, in a message and in a child, and dies", dies: true},
-		{name: "die", row: "T10", does: "dies in every load", dies: true},
-		{name: "hang", row: "T10", does: "stops itself in every load", dies: true},
+		{name: "fence", row: "H6", does: "hides the fence, by which the host knows that its processes are gone, in a message and in a child, and dies", shows: restarted, kills: true},
+		{name: "die", row: "T10", does: "dies in every load", shows: restarted, kills: true},
+		{name: "hang", row: "T10", does: "stops itself in every load", shows: restarted, kills: true},
 		{name: "flood", row: "T13", does: "floods the log with control characters and forged lines, some as JSON"},
 		{name: "bomb", row: "T13", does: "takes all descriptors, 200 threads and 256 MB"},
 	}
@@ -120,13 +132,36 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 	if err != nil {
 		return "", err
 	}
-	if err := r.stop(ctx, p); err != nil && !m.dies {
+	if !open {
+		if err := r.shows(ctx, p, m); err != nil {
+			return "", err
+		}
+	}
+	if err := r.stop(ctx, p); err != nil && !m.kills {
 		return "", holef("the engine does not end as it should: %v", err)
 	}
 	if left := s.left(ctx); len(left) > 0 {
 		return "", holef("processes are left behind: %v", left)
 	}
 	return seen, nil
+}
+
+// shows says whether a plugin has done what it is for: what kvport never saw proves nothing.
+func (r *rig) shows(ctx context.Context, p *cluster.Process, m *mode) error {
+	metrics, err := r.client.Metrics(ctx, p.URL)
+	if err != nil {
+		return err
+	}
+	if m.shows == "" {
+		if metrics.Sum("kvport_prompt_tokens_total", `source="external"`) == 0 {
+			return errors.New("no block came from the plugin")
+		}
+		return nil
+	}
+	if metrics.Sum(m.shows) == 0 {
+		return holef("nothing noticed what the plugin did: %s is 0", m.shows)
+	}
+	return nil
 }
 
 // sandboxed says whether an engine's plugin is in the whole sandbox.

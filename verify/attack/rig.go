@@ -84,14 +84,15 @@ func findRoot() (string, error) {
 	}
 }
 
-// furnish makes the folders and the secrets. Others may pass the folder of the run, so that strangers reach what is open to them.
+// furnish makes the folders and the secrets. Others may pass the folder of the run and those in which engines keep their state, so that
+// strangers reach whatever an engine leaves open.
 func (r *rig) furnish(ctx context.Context) error {
 	random := make([]byte, 16)
 	_, _ = rand.Read(random) // never fails
 	r.canary = fmt.Sprintf("CANARY-%x", random)
 	r.key = "key-of-a-client-" + r.canary
 	r.apiKey = filepath.Join(r.dir, "secrets", "api.keys")
-	for name, mode := range map[string]os.FileMode{"": 0o755, "secrets": 0o700, "state": 0o700, "run": 0o700, "bin": 0o755, "tmp": 0o1777} {
+	for name, mode := range map[string]os.FileMode{"": 0o755, "secrets": 0o700, "state": 0o755, "run": 0o755, "bin": 0o755, "tmp": 0o1777} {
 		path := filepath.Join(r.dir, name)
 		if err := errors.Join(os.MkdirAll(path, 0o700), os.Chmod(path, mode)); err != nil {
 			return err

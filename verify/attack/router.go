@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -591,9 +592,12 @@ func (r *rig) sniffer(ctx context.Context, at string) (through string, copies fu
 	}
 	srv := &http.Server{ReadHeaderTimeout: 5 * time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		body, _ := io.ReadAll(req.Body)
-		again := req.Clone(ctx)
-		again.Body, again.RequestURI = io.NopCloser(bytes.NewReader(body)), ""
-		again.URL = target.JoinPath(req.URL.Path)
+		again, err := http.NewRequestWithContext(ctx, req.Method, target.JoinPath(req.URL.Path).String(), bytes.NewReader(body))
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		again.Header = req.Header.Clone()
 		mu.Lock()
 		kept = append(kept, again)
 		mu.Unlock()
@@ -638,9 +642,16 @@ func replayedRegistration(ctx context.Context, r *rig, _ bool) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		_ = resp.Body.Close()
-		if resp.StatusCode < 400 {
+		said, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
+		if err := errors.Join(err, resp.Body.Close()); err != nil {
+			return "", err
+		}
+		switch resp.StatusCode {
+		case http.StatusOK:
 			accepted++
+		case http.StatusConflict: // it was signed, and is old
+		default:
+			return "", fmt.Errorf("a copy is not understood: status %d, %s", resp.StatusCode, cut(string(said)))
 		}
 	}
 	if accepted > 0 || r.knows(ctx, router, hostOf(p.URL)) {

@@ -4,10 +4,12 @@ import (
 	"bufio"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/verify/cluster"
@@ -17,7 +19,7 @@ import (
 // serverProbes are for servers that lie.
 func serverProbes() []probe {
 	out := []probe{
-		{id: "server/lmcache-elsewhere", row: "L13", does: "has an engine use an lm:// server on another machine without a shared key", door: withoutKey, run: elsewhere},
+		{id: "server/lmcache-elsewhere", row: "L13", does: "has an engine use an lm:// server on another machine without a shared key, and over plain text that nobody permits", door: withoutKey, run: elsewhere},
 		{id: "server/tls-client", row: "own", does: "is a server whose certificate nobody knows, and one that speaks plain text where TLS is asked for", run: badTLS},
 	}
 	for _, lie := range redisLies() {
@@ -141,22 +143,32 @@ func lmLies() []lie {
 }
 
 // of is the fixture of a plugin's folder.
-func (r *rig) of(folder string) *fixture.Fixture {
+func (r *rig) of(folder string) (*fixture.Fixture, error) {
 	for _, f := range r.fixed {
 		if f.Folder == "plugins/"+folder {
-			return f
+			return f, nil
 		}
 	}
-	return &fixture.Fixture{}
+	return nil, fmt.Errorf("there is no plugins/%s", folder)
+}
+
+// counted counts the connections that a server gets.
+func counted(serve func(net.Conn)) (counting func(net.Conn), n *atomic.Int64) {
+	n = &atomic.Int64{}
+	return func(conn net.Conn) { n.Add(1); serve(conn) }, n
 }
 
 // lyingServer has an engine use a server that lies: right tokens, in time, with little memory.
 func lyingServer(ctx context.Context, r *rig, folder string, l lie) (string, error) {
-	address, err := r.listen(ctx, l.serve)
+	serve, connections := counted(l.serve)
+	address, err := r.listen(ctx, serve)
 	if err != nil {
 		return "", err
 	}
-	f := r.of(folder)
+	f, err := r.of(folder)
+	if err != nil {
+		return "", err
+	}
 	extra := `{"lmcache.chunk_size":16,"lmcache.local_cpu":"false","lmcache.blocking_timeout_secs":2,"lmcache.remote_url":"lm://` + address + `"}`
 	if folder == "remote" {
 		if extra, err = fixture.Fill(f.Setups[0].Config, fixture.Values{"SERVER": address, "NAME": "attack"}); err != nil {
@@ -168,10 +180,7 @@ func lyingServer(ctx context.Context, r *rig, folder string, l lie) (string, err
 	}
 	p, err := r.serve(ctx, sim, configOf(f.Connector, "kv_both", extra, `{"deadlines":{"transfer":"3s"},"breaker":{"deaths":1000}}`), "--enable-prefix-caching=false")
 	if err != nil {
-		if strings.Contains(err.Error(), "goroutine ") {
-			return "", holef("the engine does not start: %v", err)
-		}
-		return "it refuses to start with it", nil
+		return "", holef("the engine does not start: %v", err)
 	}
 	before, most := r.tree(p), 0
 	done := make(chan error, 1)
@@ -190,6 +199,9 @@ func lyingServer(ctx context.Context, r *rig, folder string, l lie) (string, err
 	if most > 500 {
 		return "", holef("engine and plugin grew by %d MB", most)
 	}
+	if connections.Load() == 0 {
+		return "", errors.New("the engine never asks the server")
+	}
 	m, err := r.client.Metrics(ctx, p.URL)
 	if err != nil {
 		return "", err
@@ -207,8 +219,11 @@ func (r *rig) tree(p *cluster.Process) int {
 }
 
 func elsewhere(ctx context.Context, r *rig, open bool) (string, error) {
-	f := r.of("lmcache")
-	const extra = `{"lmcache.chunk_size":16,"lmcache.local_cpu":"false","lmcache.remote_url":"lm://192.0.2.1:65432"}`
+	f, err := r.of("lmcache")
+	if err != nil {
+		return "", err
+	}
+	const extra = `{"lmcache.chunk_size":16,"lmcache.local_cpu":"false","allow_plaintext":true,"lmcache.remote_url":"lm://192.0.2.1:65432"}`
 	if open {
 		if _, err := r.serve(ctx, sim, configOf(f.Connector, "kv_both", extra, "{"+withoutKey+"}")); err != nil {
 			return "", err
@@ -216,35 +231,48 @@ func elsewhere(ctx context.Context, r *rig, open bool) (string, error) {
 		return "", holef("it starts, and whoever can write that server can forge its blocks")
 	}
 	for _, url := range []string{"lm://192.0.2.1:65432", "redis://192.0.2.1:6379", "lm://kvport.invalid:1"} {
-		config := configOf(f.Connector, "kv_both", strings.Replace(extra, "lm://192.0.2.1:65432", url, 1), `{}`)
-		if err := r.refused(ctx, "ticket_key_file", "serve", "--model", sim, "--port", "0", "--kv-transfer-config", config); err != nil {
-			return "", err
+		there := strings.Replace(extra, "lm://192.0.2.1:65432", url, 1)
+		for says, extra := range map[string]string{"ticket_key_file": there, "allow_plaintext": strings.Replace(there, `"allow_plaintext":true,`, "", 1)} {
+			if err := r.refused(ctx, says, "serve", "--model", sim, "--port", "0", "--kv-transfer-config", configOf(f.Connector, "kv_both", extra, `{}`)); err != nil {
+				return "", err
+			}
 		}
 	}
-	return "refused, ticket_key_file is named", nil
+	return "refused, ticket_key_file and allow_plaintext are named", nil
 }
 
 func badTLS(ctx context.Context, r *rig, _ bool) (string, error) {
-	f := r.of("remote")
+	f, err := r.of("remote")
+	if err != nil {
+		return "", err
+	}
 	for _, serve := range []func(net.Conn){always("+OK\r\n"), func(conn net.Conn) {
 		_, _ = conn.Write([]byte("\x16\x03\x03\x00\x05garbage"))
 	}} {
+		serve, connections := counted(serve)
 		address, err := r.listen(ctx, serve)
 		if err != nil {
 			return "", err
 		}
 		p, err := r.serve(ctx, sim, configOf(f.Connector, "kv_both", `{"url":"rediss://`+address+`"}`, `{"deadlines":{"transfer":"3s"}}`))
 		if err != nil {
-			if strings.Contains(err.Error(), "goroutine ") {
-				return "", holef("%v", err)
-			}
-			continue
+			return "", holef("the engine does not start: %v", err)
 		}
 		if err := r.same(ctx, sim, p.URL, prompt(1), prompt(1)); err != nil {
 			return "", err
 		}
+		external, _, err := r.took(ctx, p)
+		if err != nil {
+			return "", err
+		}
+		if connections.Load() == 0 {
+			return "", errors.New("the engine never asks the server")
+		}
+		if external > 0 {
+			return "", holef("%.0f tokens come from there", external)
+		}
 	}
-	return "right tokens, nothing is stored there", nil
+	return "right tokens, no block comes from there", nil
 }
 
 // demandsCertificate says whether what listens at an address speaks TLS, and refuses whoever has no certificate.

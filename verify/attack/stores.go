@@ -88,9 +88,12 @@ func (r *rig) stored(ctx context.Context) (d *cluster.Process, files []string, e
 	return d, files, err
 }
 
-// rejected is what an engine has refused of a store.
+// rejected is what an engine has refused of a store, of which it must have noticed something.
 func (r *rig) rejected(ctx context.Context, d *cluster.Process) (string, error) {
 	m, err := r.client.Metrics(ctx, d.URL)
+	if err == nil && m.Sum(damaged)+m.Sum(unknown) == 0 {
+		err = holef("the engine has noticed nothing")
+	}
 	return fmt.Sprintf("right tokens; %.0f blocks damaged, %.0f of another edition or key", m.Sum("kvport_integrity_failures_total"), m.Sum("kvport_digest_misses_total")), err
 }
 

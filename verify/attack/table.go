@@ -10,11 +10,12 @@ import (
 
 // probe is one attack.
 type probe struct {
-	id   string
-	row  string // of the security review: a finding, such as C1, a row of its table of attacks, such as T3, or "own"
-	does string // what it does, in a sentence
-	door string // a config that permits it, with which it must not hold; empty: none is tried
-	cost int    // seconds that it takes on two busy cores, with its door; 0: a few
+	id    string
+	row   string // of the security review: a finding, such as C1, a row of its table of attacks, such as T3, or "own"
+	does  string // what it does, in a sentence
+	door  string // a config that permits it, with which it must not hold; empty: none is tried
+	waits string // what kvport does not do yet, for which the probe waits; empty: it is run
+	cost  int    // seconds that it takes on two busy cores, with its door; 0: a few
 	// run makes the attack, against the open door if that is wanted. seen says what was measured. The error is a *hole if
 	// kvport does not hold, a *skipped if the machine lacks what the probe needs, and anything else if the probe does not work.
 	run func(ctx context.Context, r *rig, open bool) (seen string, err error)

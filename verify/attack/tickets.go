@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"path/filepath"
@@ -111,6 +112,9 @@ func tampered(ctx context.Context, r *rig, _ bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	if before == 0 {
+		return "", errors.New("nothing is loaded by a right ticket")
+	}
 	const tries = 40
 	for n := range tries {
 		fresh, err := r.ticket(ctx, p, prompt(1))
@@ -162,6 +166,9 @@ func replayed(ctx context.Context, r *rig, _ bool) (string, error) {
 		return "", err
 	}
 	external, refused, err := r.took(ctx, d)
+	if err == nil && external == 0 {
+		err = errors.New("nothing is loaded by a right ticket")
+	}
 	return fmt.Sprintf("right tokens five times, %.0f of them loaded, %.0f tickets refused", external, refused), err
 }
 

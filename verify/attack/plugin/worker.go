@@ -18,9 +18,20 @@ import (
 	"github.com/kvport/kvport/sdk"
 )
 
-// attacking puts a worker that does wrong in front of a right one.
+// attacking puts sides that do wrong in front of right ones.
 func attacking(p connector.Plugin) connector.Plugin {
-	right := p.Worker
+	scheduling, right := p.Scheduler, p.Worker
+	p.Scheduler = func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
+		c, err := sdk.DecodeConfig[config](raw)
+		if err != nil {
+			return nil, err
+		}
+		s, err := scheduling(ctx, env, raw)
+		if err != nil || c.Mode != "many" && c.Mode != "negative" {
+			return s, err
+		}
+		return &liar{Scheduler: s, negative: c.Mode == "negative"}, nil
+	}
 	p.Worker = func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 		c, err := sdk.DecodeConfig[config](raw)
 		if err != nil {
@@ -33,6 +44,24 @@ func attacking(p connector.Plugin) connector.Plugin {
 		return &worker{Worker: w, config: c, env: env}, nil
 	}
 	return p
+}
+
+// liar says that it has numbers of tokens that cannot be.
+type liar struct {
+	connector.Scheduler
+	negative bool
+}
+
+// Match implements connector.Scheduler.
+func (l *liar) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
+	matches, err := l.Scheduler.Match(ctx, queries)
+	for i := range matches {
+		matches[i].Tokens = queries[i].Tokens + 16_000
+		if l.negative {
+			matches[i].Tokens = -1 << 40
+		}
+	}
+	return matches, err
 }
 
 type worker struct {
