@@ -104,7 +104,7 @@ func kvportNames() map[string]int {
 // imports are the rows of kvport, and of what attacks it.
 func imports() map[string][]string {
 	rows := kvportImports()
-	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/ticket", "verify/cluster", "verify/fixture"}
+	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
 	return rows
 }

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -116,12 +117,10 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 	if err != nil {
 		return "", err
 	}
-	sandboxed, err := r.sandboxed(ctx, p)
-	if err != nil {
-		return "", err
-	}
-	if !sandboxed && !open {
-		return "", &skipped{"this kernel has no whole sandbox"}
+	if !open {
+		if err := r.confined(ctx, p); err != nil {
+			return "", err
+		}
 	}
 	for range 3 { // what the first time saves, the others load
 		if err := r.same(ctx, model, p.URL, prompts...); err != nil {
@@ -164,13 +163,17 @@ func (r *rig) shows(ctx context.Context, p *cluster.Process, m *mode) error {
 	return nil
 }
 
-// sandboxed says whether an engine's plugin is in the whole sandbox.
-func (r *rig) sandboxed(ctx context.Context, p *cluster.Process) (bool, error) {
-	h, err := r.client.Health(ctx, p.URL)
-	if err != nil {
-		return false, err
+// confined is an error unless an engine's plugin is in the whole sandbox: a hole, if this kernel has one.
+func (r *rig) confined(ctx context.Context, p *cluster.Process) error {
+	kernel := sandbox.Probe()
+	if lacks := kernel.Lacks(false); len(lacks) > 0 {
+		return &skipped{"this kernel has no whole sandbox, it lacks " + strings.Join(lacks, ", ")}
 	}
-	return h.Connector.Sandbox == "on", nil
+	h, err := r.client.Health(ctx, p.URL)
+	if err == nil && h.Connector.Sandbox != "on" {
+		err = holef("the plugin's sandbox is %q", h.Connector.Sandbox)
+	}
+	return err
 }
 
 // scene is what a malicious plugin aims at.

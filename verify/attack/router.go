@@ -609,6 +609,28 @@ func (r *rig) sniffer(ctx context.Context, at string) (through string, copies fu
 	return "http://" + l.Addr().String(), func() []*http.Request { mu.Lock(); defer mu.Unlock(); return kept }, nil
 }
 
+// sendAll sends registrations and counts those that are accepted. The others must be refused because they are old.
+func sendAll(all []*http.Request) (accepted int, err error) {
+	for _, req := range all {
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			return 0, err
+		}
+		said, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
+		if err := errors.Join(err, resp.Body.Close()); err != nil {
+			return 0, err
+		}
+		switch resp.StatusCode {
+		case http.StatusOK:
+			accepted++
+		case http.StatusConflict: // it was signed, and is old
+		default:
+			return 0, fmt.Errorf("a copy is not understood: status %d, %s", resp.StatusCode, cut(string(said)))
+		}
+	}
+	return accepted, nil
+}
+
 func replayedRegistration(ctx context.Context, r *rig, _ bool) (string, error) {
 	router, at, ring, err := r.registrar(ctx)
 	if err != nil {
@@ -635,24 +657,10 @@ func replayedRegistration(ctx context.Context, r *rig, _ bool) (string, error) {
 	if !wait(ctx, time.Minute, func() bool { return !r.knows(ctx, router, hostOf(p.URL)) }) {
 		return "", fmt.Errorf("the engine does not leave")
 	}
-	accepted := 0
 	all := copies()
-	for _, req := range all {
-		resp, err := http.DefaultClient.Do(req)
-		if err != nil {
-			return "", err
-		}
-		said, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
-		if err := errors.Join(err, resp.Body.Close()); err != nil {
-			return "", err
-		}
-		switch resp.StatusCode {
-		case http.StatusOK:
-			accepted++
-		case http.StatusConflict: // it was signed, and is old
-		default:
-			return "", fmt.Errorf("a copy is not understood: status %d, %s", resp.StatusCode, cut(string(said)))
-		}
+	accepted, err := sendAll(all)
+	if err != nil {
+		return "", err
 	}
 	if accepted > 0 || r.knows(ctx, router, hostOf(p.URL)) {
 		return "", holef("%d copies of %d registrations are accepted", accepted, len(all))
