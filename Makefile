@@ -32,7 +32,7 @@ PART      ?= 1/1
 LONGEST   := ./verify/acceptance ./verify/acceptance/planted ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
-UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/simulate ./plugins/...
+UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/simulate ./verify/attack/... ./plugins/...
 # What make test leaves out, since it takes long: debuggers' symbols in its binaries, and go vet, which make lint runs.
 LEAN      := -vet=off -ldflags='-s -w'
 # The packages whose tests need failpoints.
@@ -41,7 +41,7 @@ FAULTED   := ./internal/fault ./verify/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform bench lint vllm-test generate clean help
+.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench lint vllm-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -104,6 +104,9 @@ fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them a
 
 conform: deps build ## run the conformance suite against every plugin
 	@PLUGINS="$(PLUGINS)" scripts/conform.sh
+
+attack: deps build ## attack the binaries as clients, strangers, servers and plugins would (docs/attacks.md), for SAMPLE seconds if given, picked by the commit; ATTACK_ARGS='-run plugin/' is passed on
+	@$(GO) run ./verify/attack $(if $(SAMPLE),-sample $(SAMPLE)s -seed 0x$(shell git rev-parse --short=15 HEAD 2>/dev/null || echo 1)) $(ATTACK_ARGS)
 
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...

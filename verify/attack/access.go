@@ -1,0 +1,388 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// accessProbes are for API keys and what is open without them.
+func accessProbes() []probe {
+	return []probe{
+		{id: "access/wrong-keys", row: "own", does: "uses no key, parts of the key, the key in other places and forms, and paths that look open", door: "no --api-key-file", run: wrongKeys},
+		{id: "access/health", row: "M8", does: "reads what an engine and a router tell about themselves without a key", door: "no --api-key-file", run: openHealth},
+		{id: "access/beyond-loopback", row: "listens", does: "has an engine and a router listen beyond loopback without keys", door: "--allow-unauthenticated", run: beyondLoopback},
+		{id: "access/reload", row: "M8", does: "goes on with a key that the operator has replaced, and sends SIGHUP with a broken file of keys", run: reloadKeys},
+		{id: "access/router-in-front", row: "M8", does: "goes through a router with keys to an engine with keys, without a key, and with that of the engine", run: keyedRouter},
+		{id: "access/open-key-file", row: "M8", does: "makes the file of API keys readable by others", run: openKeyFile},
+		{id: "access/odd-key-files", row: "own", does: "puts a FIFO, a folder, an endless device, an empty file and a huge one where a file of API keys or of ticket keys belongs", run: oddKeyFiles},
+		{id: "access/open-ticket-key", row: "own", does: "makes the file of ticket keys readable by others, at the start and while the engine runs", run: openTicketKey},
+		{id: "access/squatted-folder", row: "L13", does: "makes the folders in the folder for temporary files that an engine would use, as another user", run: squatted},
+		{id: "access/salts", row: "M7", does: "asks for a prompt of another client under another salt, and reads how much of it was cached", door: "the same salt", run: otherSalts},
+		{id: "access/cache-query", row: "own", does: "asks with another key what prompts of others are in the cache", door: "--cache-query-unsalted", run: cacheQuery},
+	}
+}
+
+// keyed are the flags of an engine with a key.
+func (r *rig) keyed() []string { return []string{"--api-key-file", r.apiKey} }
+
+func wrongKeys(ctx context.Context, r *rig, open bool) (string, error) {
+	args := r.keyed()
+	if open {
+		args = nil
+	}
+	p, err := r.serve(ctx, sim, "", args...)
+	if err != nil {
+		return "", err
+	}
+	headers := []map[string]string{
+		{},
+		{"Authorization": "Bearer"},
+		{"Authorization": "Bearer "},
+		{"Authorization": r.key},
+		{"Authorization": "Basic " + r.key},
+		{"Authorization": "Bearer " + r.key[:len(r.key)-1]},
+		{"Authorization": "Bearer " + r.key + "x"},
+		{"Authorization": "Bearer " + strings.ToUpper(r.key)},
+		{"X-Api-Key": r.key},
+		{"Proxy-Authorization": "Bearer " + r.key},
+		{"Cookie": "Authorization=Bearer " + r.key},
+		{"Authorization": "Bearer " + strings.Repeat("k", 50_000)},
+		{"Authorization": "Bearer \\n" + r.key},
+	}
+	n := 0
+	for _, header := range headers {
+		header["Content-Type"] = "application/json"
+		for _, path := range []string{"/v1/completions", "/reset_prefix_cache", "/v1/completions?api_key=" + r.key, "/health/../v1/completions", "//v1/completions", "/livez/..%2fv1/completions"} {
+			status, answer, err := r.send(ctx, "POST", p.URL+path, completion("a"), header)
+			if err != nil || status < 300 {
+				return "", holef("%v at %s: status %d, %q, %v", header, path, status, cut(answer), err)
+			}
+			n++
+		}
+		for _, path := range []string{"/metrics", "/v1/models", "/readyz/../metrics"} {
+			status, answer, err := r.send(ctx, "GET", p.URL+path, "", header)
+			if err != nil || status < 300 {
+				return "", holef("%v at %s: status %d, %q, %v", header, path, status, cut(answer), err)
+			}
+			n++
+		}
+	}
+	status, answer, err := r.post(ctx, p.URL+"/v1/completions", r.key, completion("a"))
+	if err != nil || status != http.StatusOK {
+		return "", fmt.Errorf("the right key: status %d, %q, %w", status, cut(answer), err)
+	}
+	return fmt.Sprintf("%d calls refused, that with the key served", n), nil
+}
+
+func openHealth(ctx context.Context, r *rig, open bool) (string, error) {
+	args := r.keyed()
+	if open {
+		args = nil
+	}
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	p, err := r.serve(ctx, sim, r.storeConfig("kv_both", folder, `{}`), args...)
+	if err != nil {
+		return "", err
+	}
+	router, err := r.route(ctx, "", p.URL, append(args, "--upstream-api-key-file", r.apiKey)...)
+	if err != nil {
+		return "", err
+	}
+	seen := 0
+	for _, url := range []string{p.URL, router.URL} {
+		_, answer, err := r.send(ctx, "GET", url+"/health", "", nil)
+		if err != nil {
+			return "", err
+		}
+		for _, word := range []string{"connector", "kv\"", "instances", "http://", "ticket_keys", "in_flight\":0,", "pid", folder} {
+			if strings.Contains(answer, word) {
+				return "", holef("/health says %q to anybody: %s", word, cut(answer))
+			}
+		}
+		seen += len(answer)
+	}
+	return fmt.Sprintf("the status, %d bytes together", seen), nil
+}
+
+func beyondLoopback(ctx context.Context, r *rig, open bool) (string, error) {
+	if open {
+		p, err := r.serve(ctx, sim, "", "--host", "0.0.0.0", "--allow-unauthenticated")
+		if err != nil {
+			return "", err
+		}
+		if err := r.same(ctx, sim, strings.Replace(p.URL, "[::]", "127.0.0.1", 1), prompt(1)); err != nil {
+			return "", err
+		}
+		return "", holef("it listens at %s and serves everybody", p.URL)
+	}
+	for _, host := range []string{"0.0.0.0", "::", ""} {
+		if err := r.refused(ctx, "--allow-unauthenticated", "serve", "--model", sim, "--port", "0", "--host", host); err != nil {
+			return "", err
+		}
+		if err := r.refused(ctx, "--allow-unauthenticated", "route", "--decode", "http://127.0.0.1:1", "--port", "0", "--host", host); err != nil {
+			return "", err
+		}
+	}
+	return "engine and router refuse to start", nil
+}
+
+func reloadKeys(ctx context.Context, r *rig, _ bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	file := filepath.Join(folder, "keys")
+	write := func(text string) error { return os.WriteFile(file, []byte(text), 0o600) }
+	if err := write("old-key-of-somebody\n"); err != nil {
+		return "", err
+	}
+	p, err := r.serve(ctx, sim, "", "--api-key-file", file)
+	if err != nil {
+		return "", err
+	}
+	status := func(key string) int {
+		s, _, _ := r.post(ctx, p.URL+"/v1/completions", key, completion("a"))
+		return s
+	}
+	if err := write("new-key-of-somebody\n"); err != nil {
+		return "", err
+	}
+	if err := p.Signal(syscall.SIGHUP); err != nil {
+		return "", err
+	}
+	if !wait(ctx, time.Minute, func() bool { return status("new-key-of-somebody") == 200 }) {
+		return "", holef("the new key does not work: %d", status("new-key-of-somebody"))
+	}
+	if s := status("old-key-of-somebody"); s != http.StatusUnauthorized {
+		return "", holef("the old key still works: %d", s)
+	}
+	for _, text := range []string{"", "\n\n"} {
+		if err := write(text); err != nil {
+			return "", err
+		}
+		if err := p.Signal(syscall.SIGHUP); err != nil {
+			return "", err
+		}
+		if err := p.Logged(ctx, "the API keys stay as they are"); err != nil {
+			return "", holef("%v", err)
+		}
+		if s := status(""); s != http.StatusUnauthorized {
+			return "", holef("a broken file lets everybody in: %d", s)
+		}
+	}
+	if s := status("new-key-of-somebody"); s != 200 {
+		return "", holef("a broken file locks everybody out: %d", s)
+	}
+	return "the old key is refused, a broken file changes nothing", r.alive(ctx, p)
+}
+
+func keyedRouter(ctx context.Context, r *rig, _ bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	clients := filepath.Join(folder, "clients")
+	if err := os.WriteFile(clients, []byte("key-of-the-router\n"), 0o600); err != nil {
+		return "", err
+	}
+	p, err := r.serve(ctx, sim, "", r.keyed()...)
+	if err != nil {
+		return "", err
+	}
+	router, err := r.route(ctx, "", p.URL, "--api-key-file", clients, "--upstream-api-key-file", r.apiKey)
+	if err != nil {
+		return "", err
+	}
+	for key, want := range map[string]int{"": 401, r.key: 401, "key-of-the-router": 200} {
+		if status, answer, err := r.post(ctx, router.URL+"/v1/completions", key, completion("a")); err != nil || status != want {
+			return "", holef("key %q: status %d, want %d, %q, %v", key, status, want, cut(answer), err)
+		}
+	}
+	if status, _, err := r.post(ctx, p.URL+"/v1/completions", "key-of-the-router", completion("a")); err != nil || status != 401 {
+		return "", holef("the engine takes the router's clients' key: %d, %v", status, err)
+	}
+	return "clients need the router's key, and do not have the engine's", nil
+}
+
+func openKeyFile(ctx context.Context, r *rig, _ bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	file := filepath.Join(folder, "keys")
+	if err := os.WriteFile(file, []byte("k\n"), 0o644); err != nil { //nolint:gosec // that is the probe
+		return "", err
+	}
+	p, err := r.serve(ctx, sim, "", "--api-key-file", file)
+	if err != nil {
+		return "", err
+	}
+	if err := p.Logged(ctx, "can be read by others"); err != nil {
+		return "", holef("it says nothing: %v", err)
+	}
+	return "the log warns", nil
+}
+
+func oddKeyFiles(ctx context.Context, r *rig, _ bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	at := func(name string) string { return filepath.Join(folder, name) }
+	err = syscall.Mkfifo(at("fifo"), 0o600)
+	if err == nil {
+		err = os.Mkdir(at("folder"), 0o700)
+	}
+	if err == nil {
+		err = os.WriteFile(at("empty"), nil, 0o600)
+	}
+	if err == nil {
+		err = os.WriteFile(at("huge"), make([]byte, 64<<20), 0o600)
+	}
+	if err == nil {
+		err = os.Symlink("/dev/zero", at("link"))
+	}
+	if err != nil {
+		return "", err
+	}
+	n := 0
+	for _, file := range []string{at("fifo"), at("folder"), at("empty"), at("huge"), at("link"), "/dev/zero", at("absent")} {
+		if err := r.refused(ctx, "", "serve", "--model", sim, "--port", "0", "--api-key-file", file); err != nil {
+			return "", err
+		}
+		config := r.storeConfig("kv_both", folder, fmt.Sprintf(`{"ticket_key_file":%q}`, file))
+		if err := r.refused(ctx, "", "serve", "--model", sim, "--port", "0", "--kv-transfer-config", config); err != nil {
+			return "", err
+		}
+		n += 2
+	}
+	return fmt.Sprintf("%d starts are refused, none hangs", n), nil
+}
+
+func openTicketKey(ctx context.Context, r *rig, _ bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	ring := filepath.Join(folder, "ring")
+	if _, _, err := r.ends(ctx, "keys", "init", "--file", ring); err != nil {
+		return "", err
+	}
+	config := r.storeConfig("kv_both", filepath.Join(folder, "kv"), fmt.Sprintf(`{"ticket_key_file":%q}`, ring))
+	p, err := r.serve(ctx, sim, config)
+	if err != nil {
+		return "", err
+	}
+	if err := os.Chmod(ring, 0o644); err != nil { //nolint:gosec // that is the probe
+		return "", err
+	}
+	stale := func() bool {
+		m, err := r.client.Metrics(ctx, p.URL)
+		return err == nil && m.Sum("kvport_key_file_stale") == 1
+	}
+	if !wait(ctx, time.Minute, stale) {
+		return "", holef("an engine that runs does not notice")
+	}
+	if err := r.refused(ctx, "ticket_key_file", "serve", "--model", sim, "--port", "0", "--kv-transfer-config", config); err != nil {
+		return "", err
+	}
+	return "refused at the start; kvport_key_file_stale is 1 while it runs", r.same(ctx, sim, p.URL, prompt(1))
+}
+
+// squatted gives another user the names of the folders that an engine of this user would make.
+func squatted(ctx context.Context, r *rig, _ bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	if err := os.Chmod(folder, 0o777|os.ModeSticky); err != nil { //nolint:gosec // as /tmp is
+		return "", err
+	}
+	names := []string{fmt.Sprintf("kvport-%d", os.Getuid()), "kvport", fmt.Sprintf("kvport-minimal-%d", os.Getuid())}
+	if _, err := r.stranger(ctx, "squat", aim{Folder: folder, Names: names}); err != nil {
+		return "", err
+	}
+	p, err := r.startShell(ctx, fmt.Sprintf("unset XDG_RUNTIME_DIR XDG_STATE_HOME; export TMPDIR=%q HOME=%q", folder, filepath.Join(r.dir, "secrets")), r.serveArgs(sim, r.storeConfig("kv_both", filepath.Join(r.dir, "secrets", "kv"), `{}`))...)
+	if err != nil {
+		return "", holef("an engine does not start: %v", err)
+	}
+	if err := r.same(ctx, sim, p.URL, prompt(1), prompt(1)); err != nil {
+		return "", err
+	}
+	for _, name := range names {
+		entries, err := os.ReadDir(filepath.Join(folder, name))
+		if err != nil || len(entries) > 0 {
+			return "", holef("the engine uses %s of another user: %v, %v", name, entries, err)
+		}
+	}
+	return "the engine starts and uses none of them", nil
+}
+
+// cachedWord is how a usage says that a prompt was in the cache.
+const cachedWord = `"cached_tokens":`
+
+func otherSalts(ctx context.Context, r *rig, open bool) (string, error) {
+	p, err := r.serve(ctx, sim, "", r.keyed()...)
+	if err != nil {
+		return "", err
+	}
+	salted := func(salt string) string {
+		return strings.Replace(completion(prompt(1)), "{", fmt.Sprintf(`{"cache_salt":%q,`, salt), 1)
+	}
+	if status, answer, err := r.post(ctx, p.URL+"/v1/completions", r.key, salted("victim")); err != nil || status != 200 {
+		return "", fmt.Errorf("the victim: status %d, %q, %w", status, cut(answer), err)
+	}
+	salts := []string{"", "Victim", "victim ", "victi", "victim\x00"}
+	if open {
+		salts = []string{"victim"}
+	}
+	for _, salt := range salts {
+		_, answer, err := r.post(ctx, p.URL+"/v1/completions", r.key, salted(salt))
+		if err != nil {
+			return "", err
+		}
+		if _, n, found := strings.Cut(answer, cachedWord); found && !strings.HasPrefix(n, "0") {
+			return "", holef("salt %q: %s%.4s", salt, cachedWord, n)
+		}
+	}
+	return fmt.Sprintf("%d other salts, nothing is cached", len(salts)), nil
+}
+
+func cacheQuery(ctx context.Context, r *rig, open bool) (string, error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", err
+	}
+	keys := filepath.Join(folder, "keys")
+	if err := writeFile(keys, "key-of-the-victim\nkey-of-the-curious\n"); err != nil {
+		return "", err
+	}
+	args := []string{"--api-key-file", keys}
+	if open {
+		args = append(args, "--cache-query-unsalted")
+	}
+	p, err := r.serve(ctx, sim, "", args...)
+	if err != nil {
+		return "", err
+	}
+	if status, answer, err := r.post(ctx, p.URL+"/v1/completions", "key-of-the-victim", completion(prompt(1))); err != nil || status != 200 {
+		return "", fmt.Errorf("the victim: status %d, %q, %w", status, cut(answer), err)
+	}
+	status, answer, err := r.post(ctx, p.URL+"/v1/completions", "key-of-the-curious", strings.Replace(completion(prompt(1)), "{", `{"kv_transfer_params":{"cache_query":true},`, 1))
+	if err != nil {
+		return "", err
+	}
+	if status == 200 {
+		return "", holef("it is told: %s", cut(answer))
+	}
+	return fmt.Sprintf("refused with %d", status), nil
+}
