@@ -21,7 +21,7 @@ import (
 type mode struct {
 	name, row, does string
 	door            string // settings of the object kvport with which it succeeds; empty: none is tried
-	// shows is the metric by which kvport says that it has noticed what the plugin did; empty: it has nothing to notice, and takes
+	// shows is the metric by which kvport says that it has noticed what the plugin did; empty: it need not notice anything, and takes
 	// blocks from the plugin.
 	shows string
 	kills bool // the engine's stop may take longer than an operator waits, since the plugin is dead or stopped
@@ -152,7 +152,7 @@ func (r *rig) shows(ctx context.Context, p *cluster.Process, m *mode) error {
 		return err
 	}
 	if m.shows == "" {
-		if metrics.Sum("kvport_prompt_tokens_total", `source="external"`) == 0 {
+		if metrics.Sum("kvport_prompt_tokens_total", `source="external"`)+metrics.Sum(damaged) == 0 { // a plugin that goes on writing may damage all of them
 			return errors.New("no block came from the plugin")
 		}
 		return nil
