@@ -1,20 +1,14 @@
 package main
 
 import (
-	"bytes"
 	"container/list"
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"mime"
 	"net"
 	"net/http"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -25,8 +19,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/server"
-	"github.com/kvport/kvport/host"
 )
 
 // drainTime is how long a signalled process may take to finish what it has, by default; closeTime is
@@ -52,7 +46,7 @@ func (f *listenFlags) add(cmd *cobra.Command, port int) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.host, "host", "127.0.0.1", "address to listen on")
 	flags.IntVar(&f.port, "port", port, "port to listen on; 0 picks a free one, see the ready line")
-	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with API keys, one a line; clients send one as bearer token; SIGHUP makes kvport read it again")
+	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with clients' names, the hashes of their API keys and their limits, as kvport keys api add makes it, or with API keys, one a line; clients send one as bearer token; SIGHUP makes kvport read it again")
 	flags.BoolVar(&f.open, "allow-unauthenticated", false, "listen beyond loopback without API keys")
 	flags.StringSliceVar(&f.allowedHosts, "allowed-host", nil, "names that the Host header may have in addition to localhost and --host; beyond loopback any name is accepted unless one is given")
 	flags.IntVar(&f.maxConnections, "max-connections", 0, "connections at once at most, of which the longest idle one makes room for a new one (default from the limit of open files)")
@@ -60,17 +54,17 @@ func (f *listenFlags) add(cmd *cobra.Command, port int) {
 }
 
 // listener checks the flags and opens the port.
-func (f *listenFlags) listen() (*net.TCPListener, *apiKeys, error) {
+func (f *listenFlags) listen() (*net.TCPListener, *apikeys.Keys, error) {
 	if f.port < 0 || f.port > 65535 {
 		return nil, nil, fmt.Errorf("--port is %d, want 0 to 65535", f.port)
 	}
 	if err := f.checkLimits(); err != nil {
 		return nil, nil, err
 	}
-	var keys *apiKeys
+	var keys *apikeys.Keys
 	if f.apiKeyFile != "" {
 		var err error
-		if keys, err = readKeys(f.apiKeyFile); err != nil {
+		if keys, err = apikeys.Load(f.apiKeyFile); err != nil {
 			return nil, nil, fmt.Errorf("--api-key-file: %w", err)
 		}
 	}
@@ -117,51 +111,6 @@ func (f *listenFlags) connections() int {
 // always gets through.
 func (f *listenFlags) inFlight(most int) int {
 	return min(most, f.connections()*3/4)
-}
-
-// apiKeys knows the hashes of the API keys.
-type apiKeys struct{ hashes [][sha256.Size]byte }
-
-func readKeys(path string) (*apiKeys, error) {
-	data, err := host.ReadFile(path, maxConfig)
-	if err != nil {
-		return nil, err
-	}
-	if st, err := os.Stat(path); err == nil && st.Mode().Perm()&0o077 != 0 {
-		slog.Warn("API key file can be read by others", "file", path, "mode", st.Mode().Perm().String())
-	}
-	k := &apiKeys{}
-	for line := range bytes.Lines(data) {
-		key := bytes.TrimSpace(line)
-		if hash := sha256.Sum256(key); len(key) > 0 && !slices.Contains(k.hashes, hash) {
-			k.hashes = append(k.hashes, hash)
-		}
-	}
-	if len(k.hashes) == 0 {
-		return nil, errors.New(path + " has no keys")
-	}
-	return k, nil
-}
-
-// allows compares with every key in constant time.
-func (k *apiKeys) allows(authorization string) bool {
-	scheme, key, _ := strings.Cut(authorization, " ")
-	hash := sha256.Sum256([]byte(strings.TrimSpace(key)))
-	found := 0
-	for _, known := range k.hashes {
-		found |= subtle.ConstantTimeCompare(hash[:], known[:])
-	}
-	return found == 1 && strings.EqualFold(scheme, "Bearer")
-}
-
-// name tells the keys apart without revealing them; it is empty for a header that has none of them.
-func (k *apiKeys) name(authorization string) string {
-	if !k.allows(authorization) {
-		return ""
-	}
-	_, key, _ := strings.Cut(authorization, " ")
-	hash := sha256.Sum256([]byte(strings.TrimSpace(key)))
-	return hex.EncodeToString(hash[:8])
 }
 
 // names are the hosts that a listener answers for. A web page can make a browser take any name for this

@@ -18,10 +18,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/router/policy"
-	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/ticket"
@@ -169,7 +169,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
 		MaxInFlight: inFlight, InstanceInFlight: f.instanceInFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
-		Known:          func(authorization string) bool { return t.knows(authorization) },
+		Key:            f.keyCheck(&t),
 		SharedKeys:     func() bool { return t.severalKeys() },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
 		HealthInterval: f.healthInterval, HealthTimeout: f.healthTimeout,
@@ -182,7 +182,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	t = newFront(l, &f.listenFlags, keys)
+	t = newFront(l, &f.listenFlags, keys, registry)
 	defer t.close()
 	probing, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
@@ -319,16 +319,19 @@ func (f *routeFlags) upstreamKey() (string, error) {
 	if f.upstreamKeyFile == "" {
 		return "", nil
 	}
-	data, err := host.ReadFile(f.upstreamKeyFile, maxConfig)
+	key, err := apikeys.ReadUpstream(f.upstreamKeyFile)
 	if err != nil {
 		return "", fmt.Errorf("--upstream-api-key-file: %w", err)
 	}
-	line, _, _ := strings.Cut(strings.TrimSpace(string(data)), "\n")
-	key := strings.TrimSpace(line)
-	if key == "" || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
-		return "", fmt.Errorf("--upstream-api-key-file: the first line of %s is no API key: it must be visible ASCII without spaces", f.upstreamKeyFile)
-	}
 	return key, nil
+}
+
+// keyCheck finds the clients' keys in a front that is made later; nil if there are none.
+func (f *routeFlags) keyCheck(t **front) func(authorization string) *apikeys.Key {
+	if f.apiKeyFile == "" {
+		return nil
+	}
+	return func(authorization string) *apikeys.Key { return (*t).key(authorization) }
 }
 
 // registration is how the router deals with instances that register, and by which keys; none without --register.

@@ -124,7 +124,8 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	t := newFront(l, &f.listenFlags, keys)
+	registry := newRegistry()
+	t := newFront(l, &f.listenFlags, keys, registry)
 	defer t.close()
 	m, tok, err := load(cmd.Context(), f.open)
 	if err != nil {
@@ -134,7 +135,6 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err := f.checkSizes(m); err != nil {
 		return err
 	}
-	registry := newRegistry()
 	config := f.config(m, tok, transfer, registry)
 	place, stop, err := f.publish(&config, events)
 	if err != nil {
@@ -152,7 +152,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	s, err := server.New(f.server(server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		Known: t.knows, Events: place, KeyName: t.keyName, SharedKeys: func() bool { return !f.cacheQueryAll && t.severalKeys() },
+		Key: t.keyCheck(), Events: place, SharedKeys: func() bool { return !f.cacheQueryAll && t.sharedKeys() },
 	}, transfer))
 	if err != nil {
 		return fail(errors.Join(err, e.Close(cmd.Context())))

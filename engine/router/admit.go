@@ -15,13 +15,14 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/router/admission"
 )
 
 // Limits say what each client may use. A client is an API key where the front checks keys, else an address.
 type Limits struct {
 	Each admission.Limits            // of a client that has none of its own
-	Keys map[string]admission.Limits // by [KeyID]; their numbers stand alone, a zero is no limit
+	Keys map[string]admission.Limits // by [KeyID], instead of those of the key's line; their numbers stand alone, a zero is no limit
 }
 
 // KeyID names an API key without showing it: the SHA-256 of the key, 64 hexadecimal digits.
@@ -113,8 +114,18 @@ func (g *gate) counts() (running, waiting int) {
 // clientOf names the client of a request and what it may use. Without keys that the front has checked it is the address:
 // a client that tries to get more than its share would vary whatever else is in a request. One client may have a whole
 // IPv6 network of 64 bits.
-func (r *Router) clientOf(req *http.Request) (name string, l admission.Limits) {
+func (r *Router) clientOf(req *http.Request, k *apikeys.Key) (name string, l admission.Limits) {
 	limits := r.limits.Load()
+	if k != nil {
+		own, is := limits.Keys[k.ID]
+		switch {
+		case is:
+			return k.ID, own
+		case k.Limits != admission.Limits{}:
+			return k.ID, k.Limits
+		}
+		return k.ID, limits.Each
+	}
 	if r.config.OwnKeys {
 		_, key, _ := strings.Cut(req.Header.Get("Authorization"), " ")
 		id := KeyID(strings.TrimSpace(key))

@@ -210,7 +210,7 @@ func TestClientOf(t *testing.T) {
 		req := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody)
 		req.RemoteAddr = tt.from
 		req.Header.Set("Authorization", tt.key)
-		name, limits := tt.r.clientOf(req)
+		name, limits := tt.r.clientOf(req, nil)
 		require.Equal(t, tt.name, name)
 		require.Equal(t, tt.limits, limits)
 	}

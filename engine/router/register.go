@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/internal/register"
 )
 
@@ -72,6 +73,7 @@ func (r *Router) Registrar() http.Handler {
 			w.Header().Set(register.NonceHeader, nonce)
 		}
 		if err != nil {
+			r.auditRefusal(req, status, err)
 			refuse(w, status, "registration_refused", err.Error())
 			return
 		}
@@ -114,10 +116,47 @@ func (r *Router) register(req *http.Request) (status int, nonce string, err erro
 	if m.Group != "" && !register.IsGroup(m.Group) {
 		return http.StatusBadRequest, "", fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
 	}
-	if nonce, err = r.pool.register(part, &m, by); err != nil {
+	nonce, news, err := r.pool.register(part, &m, by)
+	if err != nil {
 		return http.StatusConflict, nonce, err
 	}
+	if news {
+		apikeys.Act{Action: "register", Key: by, Remote: req.RemoteAddr, Result: "ok"}.
+			Log(r.config.Log, "instance", m.HTTP, "role", part.String(), "leaves", m.Leave)
+	}
 	return http.StatusOK, nonce, nil
+}
+
+// auditPause is how long a line about a refused registration stands for those that come after it.
+const auditPause = 10 * time.Second
+
+// refusals are registrations that were refused and are not in the log yet.
+type refusals struct {
+	mu     sync.Mutex
+	last   time.Time
+	untold int
+}
+
+// due counts one more, and says how many a line is to tell; 0: none is due.
+func (f *refusals) due(now time.Time) (untold int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.untold++
+	if now.Sub(f.last) < auditPause {
+		return 0
+	}
+	untold, f.untold, f.last = f.untold, 0, now
+	return untold
+}
+
+// auditRefusal keeps a refused registration in the log. That a nonce is lacking or old is no refusal: it is how each engine gets one.
+func (r *Router) auditRefusal(req *http.Request, status int, err error) {
+	if status == http.StatusConflict {
+		return
+	}
+	if n := r.refusals.due(time.Now()); n > 0 {
+		apikeys.Act{Action: "register", Remote: req.RemoteAddr, Result: err.Error()}.Log(r.config.Log, "refused", n)
+	}
 }
 
 // isHostPort reports whether a text is an address that can be part of a URL and of a request id.
@@ -126,24 +165,26 @@ func isHostPort(address string) bool {
 	return err == nil && host != "" && port != "" && port != "0" && !strings.ContainsAny(address, "/@?# _")
 }
 
-// register takes the registration of an instance, signed with the key that by names.
-func (p *pool) register(part role, m *register.Message, by string) (nonce string, err error) {
+// register takes the registration of an instance, signed with the key that by names. news reports whether the instance has come
+// or left by it.
+func (p *pool) register(part role, m *register.Message, by string) (nonce string, news bool, err error) {
 	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m, time.Now())
 	if err != nil {
-		return nonce, err
+		return nonce, false, err
 	}
 	i := p.index(part, m.HTTP)
+	news = i < 0 || p.known[i].sources&byRegistration == 0
 	switch {
 	case m.Leave && i >= 0:
 		p.disclaim(i, byRegistration)
-		return nonce, nil
+		return nonce, !news, nil
 	case m.Leave:
-		return nonce, nil
+		return nonce, false, nil
 	case (i < 0 || p.known[i].sources == 0) && p.taken() >= maxInstances:
-		return nonce, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
+		return nonce, false, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
 	}
 	u := &url.URL{Scheme: "http", Host: m.HTTP}
 	if i >= 0 {
@@ -162,7 +203,7 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 	}
 	p.moved(i)
 	p.wake()
-	return nonce, nil
+	return nonce, news, nil
 }
 
 // moved forgets other addresses at which the same engine is registered: it has moved. The caller holds mu.

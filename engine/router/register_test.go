@@ -1,10 +1,12 @@
 package router
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -162,4 +164,45 @@ func TestRegisterRefuses(t *testing.T) {
 	require.NoError(t, err)
 	code, _ = say(t, none, true, good)
 	require.Equal(t, http.StatusForbidden, code)
+}
+
+// The log has a line when an instance comes or leaves by registering, and not for each time it says that it is still there;
+// registrations that are refused leave one line in a while, which counts them.
+func TestRegistrationsAreAudited(t *testing.T) {
+	var log bytes.Buffer
+	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	audited := func() (lines []string) {
+		for line := range strings.Lines(log.String()) {
+			if _, rest, is := strings.Cut(line, "msg=audit action=register "); is {
+				lines = append(lines, rest)
+			}
+		}
+		log.Reset()
+		return lines
+	}
+	now := time.Now().UnixNano()
+	for i := range 3 {
+		code, _ := say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", now+int64(i)))
+		require.Equal(t, http.StatusOK, code)
+	}
+	leaving := old("D", "127.0.0.1:7", "", now+3)
+	leaving.Leave = true
+	for range 2 {
+		code, _ := say(t, r, true, leaving)
+		require.Equal(t, http.StatusOK, code)
+		leaving.At++
+	}
+	require.Equal(t, []string{
+		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=false\n",
+		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=true\n",
+	}, audited())
+	for range 3 {
+		code, _ := say(t, r, false, leaving)
+		require.Equal(t, http.StatusForbidden, code)
+	}
+	require.Equal(t, []string{
+		"key=\"\" remote=192.0.2.1:1234 result=\"the registration is not signed with this deployment's key\" refused=1\n",
+	}, audited())
+	require.Equal(t, 2, r.refusals.untold)
 }

@@ -29,6 +29,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/router/policy"
@@ -97,9 +98,10 @@ type Config struct {
 
 	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
 	UpstreamKey string // API key that instances get instead of the client's; empty: none
-	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
-	// the router is, and nothing about its instances. Nil: there are no keys.
-	Known func(authorization string) bool
+	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
+	// the router is, and gets nothing else. A request's cache_salt becomes one within its client's tenant. Nil: there are
+	// no keys.
+	Key func(authorization string) *apikeys.Key
 
 	// SharedKeys reports whether several API keys, and so perhaps several tenants, use the router. X-Kvport-Route then names
 	// the instances and not the reasons, which say what prompts of others have left there. nil: they do not.
@@ -138,6 +140,7 @@ type Router struct {
 	asker    *asker
 	ending   time.Duration // maxEnding, but in tests
 	draining atomic.Bool
+	refusals refusals // of registrations
 }
 
 // New makes a Router. Errors name the URL that is wrong.
@@ -365,7 +368,12 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
-	client, limits := r.clientOf(req)
+	key, known := r.keyOf(req)
+	if !known { // any more
+		refuse(c.w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+		return clientError
+	}
+	client, limits := r.clientOf(req, key)
 	c.client = client
 	err := r.gate.hold(client, len(body))
 	if refusal, refused := errors.AsType[*admission.RefusedError](err); refused {
@@ -376,12 +384,16 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
 	}
+	if err = r.salt(c.body, key); err != nil {
+		refuse(c.w, http.StatusBadRequest, "invalid_value", err.Error())
+		return clientError
+	}
 	if c.body.asksForCache() {
 		refuse(c.w, http.StatusBadRequest, "unsupported_value", "kv_transfer_params.cache_query: the router answers none, ask an instance")
 		return clientError
 	}
 	c.size, c.session = len(body), r.session.Load().of(req, c.body)
-	c.explain = req.Header.Get(routeHeader) != "" && (r.config.Known == nil || r.config.Known(req.Header.Get("Authorization")))
+	c.explain = req.Header.Get(routeHeader) != ""
 	leave, answered := r.queued(c, req, client, &limits)
 	if leave == nil {
 		return answered
@@ -465,7 +477,7 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 	case h.everPrefill && !h.paired:
 		answer.Status = "degraded"
 	}
-	if r.config.Known != nil && !r.config.Known(req.Header.Get("Authorization")) {
+	if _, known := r.keyOf(req); !known {
 		answer.Instances, answer.Incompatible, answer.Recomputing = nil, nil, nil
 	}
 	w.Header().Set("Content-Type", "application/json")

@@ -23,6 +23,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
@@ -55,18 +56,15 @@ type Config struct {
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
-	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
-	// the engine is and how many requests it serves at once, and nothing else. Nil: there are no keys.
-	Known func(authorization string) bool
+	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
+	// the engine is and how many requests it serves at once, and gets nothing else. Nil: there are no keys.
+	Key func(authorization string) *apikeys.Key
 
 	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
 	CacheQueryRate int
 	// SharedKeys reports whether several API keys share the cache of prompts without a cache_salt: then cache queries need
 	// one, so that no key learns of another's prompts. Nil: they do not.
 	SharedKeys func() bool
-	// KeyName tells the API keys of Authorization headers apart, without revealing them. Headers that have none of the
-	// front's keys must all have the same name. Nil: all are the same.
-	KeyName func(authorization string) string
 
 	Log      *slog.Logger          // nil: none
 	Metrics  prometheus.Registerer // nil: not registered
@@ -174,7 +172,7 @@ type exchange struct {
 	id     string // 128 random bits; a client's own id is a label only
 	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature
 	chat   bool
-	key    string // names the client's API key
+	key    *apikeys.Key // the client's; nil: there are no keys
 	params params
 	jobs   []job
 	cached *engine.Cached // the answer to a cache query
@@ -183,9 +181,6 @@ type exchange struct {
 func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
-		if s.config.KeyName != nil {
-			x.key = s.config.KeyName(r.Header.Get("Authorization"))
-		}
 		label := label(r.Header.Get("X-Request-Id"), x.id)
 		if strings.HasPrefix(label, pairPrefix) {
 			x.pair = label + "-"
@@ -220,6 +215,10 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) error {
 	if s.draining.Load() {
 		return errDraining()
+	}
+	var err error
+	if x.key, err = s.keyOf(r); err != nil {
+		return err
 	}
 	body, err := s.readBody(w, r) // before it has a slot: a client that dawdles takes none from the others
 	if err != nil {
@@ -258,6 +257,17 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 		return a.cut()
 	}
 	return err
+}
+
+// keyOf is the client's key; nil if there are no keys. The front has checked it, but the keys may have changed since then.
+func (s *Server) keyOf(r *http.Request) (*apikeys.Key, error) {
+	if s.config.Key == nil {
+		return nil, nil
+	}
+	if key := s.config.Key(r.Header.Get("Authorization")); key != nil {
+		return key, nil
+	}
+	return nil, &Error{http.StatusUnauthorized, "invalid_request_error", "", "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY"}
 }
 
 // takeSlot takes one of the slots of requests whose body has come.
@@ -331,6 +341,10 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	s.tellUnknown(&x.params)
 	if err := s.knownModel(x.params.model); err != nil {
 		return err
+	}
+	var err error
+	if x.params.salt, err = x.key.Salt(x.params.salt); err != nil {
+		return invalid("cache_salt", "invalid_value", "%v", err)
 	}
 	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
 		return err
@@ -445,7 +459,7 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		MaxInFlight int    `json:"max_in_flight"` // requests beyond these get a 429: routers without a key must know it, too
 		*details           // nil: for strangers
 	}{Status: "ok", MaxInFlight: cap(s.slots)}
-	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
+	if _, err := s.keyOf(r); err == nil {
 		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: len(s.slots)}
 		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
 			answer.KV = &kv{fit, s.config.Events}
@@ -464,7 +478,21 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 }
 
 func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
-	err := s.config.Engine.Reset(r.Context())
+	key, err := s.keyOf(r)
+	if err == nil && key != nil && !key.Admin {
+		err = &Error{
+			http.StatusForbidden, "invalid_request_error", "", "admin_key_required",
+			"only a client whose line in the file of API keys says admin may empty the cache, which all tenants share",
+		}
+	}
+	if err == nil {
+		err = s.config.Engine.Reset(r.Context())
+	}
+	act := apikeys.Act{Action: "reset", Remote: r.RemoteAddr, Result: apikeys.ResultOf(err)}
+	if key != nil {
+		act.Key = key.Name
+	}
+	act.Log(s.config.Log)
 	if err == nil {
 		err = s.sendJSON(w, http.StatusOK, struct {
 			Reset bool `json:"reset"`

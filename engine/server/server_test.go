@@ -169,7 +169,7 @@ func TestHealthSaysWhatFits(t *testing.T) {
 // Where there are API keys, whoever has none learns the status, and how many requests may run, and nothing else.
 func TestHealthForStrangers(t *testing.T) {
 	e := &fitting{fit: host.Fit{Role: "kv_producer", EngineID: "P1", TicketKey: "k"}}
-	f := serve(t, e, func(c *Config) { c.Known = func(authorization string) bool { return authorization == "Bearer k" } })
+	f := serve(t, e, func(c *Config) { c.Key = onlyKey })
 	for header, details := range map[string]bool{"": false, "Bearer x": false, "Bearer k": true} {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, f.URL+"/health", nil)
 		require.NoError(t, err)

@@ -1,0 +1,111 @@
+package router
+
+import (
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine/apikeys"
+)
+
+// onlyKey knows the key k.
+func onlyKey(authorization string) *apikeys.Key {
+	if authorization != "Bearer k" {
+		return nil
+	}
+	return &apikeys.Key{Name: "k", ID: KeyID("k")}
+}
+
+func tenants(authorization string) *apikeys.Key {
+	keys := map[string]*apikeys.Key{
+		"Bearer alice":  {Name: "alice", ID: KeyID("alice"), Tenant: "alice"},
+		"Bearer shared": {Name: "shared", ID: KeyID("shared")},
+		"Bearer router": {Name: "router", ID: KeyID("router"), Router: true},
+	}
+	return keys[authorization]
+}
+
+// postAs is a POST with a key.
+func postAs(t *testing.T, url, key, body string) (*http.Response, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/completions", strings.NewReader(body))
+	require.NoError(t, err)
+	req.Header.Set("Authorization", "Bearer "+key)
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return resp, string(data)
+}
+
+// Both instances of a request get the salt of its client's tenant, and the router's key instead of the client's.
+func TestInstancesGetTheTenant(t *testing.T) {
+	p, d := serveInstance(t, ticket("t")), serveInstance(t, tokens)
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), OwnKeys: true, UpstreamKey: "inner", Key: tenants})
+	alices := connector.TenantSalt("alice", "")
+	for _, tt := range []struct{ key, given, want string }{
+		{"alice", ``, `"` + alices + `"`},
+		{"alice", `,"cache_salt":null`, `"` + alices + `"`},
+		{"alice", `,"cache_salt":"s"`, `"` + alices + `s"`},
+		{"alice", `,"cache_salt":"` + connector.TenantSalt("bob", "") + `"`, `"` + alices + connector.TenantSalt("bob", "") + `"`},
+		{"router", `,"cache_salt":"` + alices + `"`, `"` + alices + `"`},
+		{"shared", `,"cache_salt": "s"`, `"s"`},
+		{"shared", ``, ``},
+	} {
+		resp, body := postAs(t, f.URL, tt.key, `{"prompt":"`+strings.Repeat("words ", 20)+`"`+tt.given+`}`)
+		require.Equal(t, 200, resp.StatusCode, body)
+		for _, in := range []*instanceServer{p, d} {
+			list := in.requests()
+			last := list[len(list)-1]
+			require.Equal(t, tt.want, string(last.body["cache_salt"]), "%+v", tt)
+			require.Equal(t, "Bearer inner", last.header.Get("Authorization"))
+		}
+	}
+	before := len(d.requests())
+	for _, refused := range [][2]string{{"alice", `7`}, {"shared", `"` + alices + `"`}, {"alice", `"` + strings.Repeat("s", apikeys.MaxSalt) + `"`}} {
+		resp, body := postAs(t, f.URL, refused[0], `{"prompt":"x","cache_salt":`+refused[1]+`}`)
+		require.Equal(t, 400, resp.StatusCode)
+		require.Contains(t, body, "cache_salt: ")
+	}
+	resp, _ := postAs(t, f.URL, "mallory", `{"prompt":"x"}`)
+	require.Equal(t, 401, resp.StatusCode)
+	require.Len(t, d.requests(), before)
+}
+
+// A router that lets everybody in passes salts on, but no tenant of others under its own key.
+func TestOpenRouterNamesNoTenant(t *testing.T) {
+	d := serveInstance(t, tokens)
+	body := `{"prompt":"x","cache_salt":"` + connector.TenantSalt("alice", "") + `"}`
+	resp, _ := postAs(t, serveRouter(t, Config{Decode: urls(d), UpstreamKey: "inner"}).URL, "", body)
+	require.Equal(t, 400, resp.StatusCode)
+	require.Empty(t, d.requests())
+	resp, _ = postAs(t, serveRouter(t, Config{Decode: urls(d)}).URL, "", body)
+	require.Equal(t, 200, resp.StatusCode)
+}
+
+// A key's limits are those of the config file, else of its own line, else those of all.
+func TestLimitsOfAKey(t *testing.T) {
+	d := serveInstance(t, tokens)
+	f := serveRouter(t, Config{Decode: urls(d), OwnKeys: true, Key: func(authorization string) *apikeys.Key {
+		k := tenants(authorization)
+		if k != nil && k.Name == "alice" {
+			k.Limits.RequestsPerMinute = 2
+		}
+		return k
+	}})
+	allowed := func(key string) (n int) {
+		for range 4 {
+			if resp, _ := postAs(t, f.URL, key, `{"prompt":"x"}`); resp.StatusCode == 200 {
+				n++
+			}
+		}
+		return n
+	}
+	require.Equal(t, 2, allowed("alice"))
+	require.Equal(t, 4, allowed("shared"))
+}
