@@ -45,24 +45,26 @@ func (p *piece) reason() *string {
 
 // start submits all jobs and merges what comes of them. The channel is closed when all are over, which
 // they soon are once ctx ends; until then it must be read. On an error nothing runs.
-func (s *Server) start(ctx context.Context, jobs []job) (<-chan piece, error) {
+//
+// Where clients take turns, it returns when the first job has got its own. The others follow, and errors of their submission
+// come as their last pieces.
+func (s *Server) start(ctx context.Context, x *exchange) (<-chan piece, error) {
 	ctx, stop := context.WithCancel(ctx)
 	out := make(chan piece)
 	var wg sync.WaitGroup
-	for i := range jobs {
-		jobCtx, cancel := context.WithCancelCause(ctx)
-		results, err := s.config.Engine.Submit(jobCtx, jobs[i].request)
+	for i := range x.jobs {
+		f := follower{server: s, job: &x.jobs[i], index: i, out: out}
+		if i > 0 && x.takesTurns() {
+			wg.Go(func() { f.submit(ctx, x) })
+			continue
+		}
+		of, err := s.submit(ctx, x, f.job)
 		if err != nil {
-			cancel(err)
 			stop() // aborts the jobs before this one
 			wg.Wait()
 			return nil, err
 		}
-		wg.Go(func() {
-			defer cancel(nil)
-			f := follower{server: s, job: &jobs[i], index: i, stop: cancel, out: out}
-			f.run(ctx, results)
-		})
+		wg.Go(func() { f.follow(ctx, of) })
 	}
 	go func() {
 		wg.Wait()
@@ -82,6 +84,24 @@ type follower struct {
 	text   *sample.Stream
 	tokens int // pushed
 	ended  bool
+}
+
+// submit waits for the job's turn and follows it.
+func (f *follower) submit(ctx context.Context, x *exchange) {
+	of, err := f.server.submit(ctx, x, f.job)
+	if err != nil {
+		f.send(ctx, piece{index: f.index, err: err})
+		return
+	}
+	f.follow(ctx, of)
+}
+
+// follow follows a job that the engine has.
+func (f *follower) follow(ctx context.Context, of *submitted) {
+	defer of.done()
+	defer of.cancel(nil)
+	f.stop = of.cancel
+	f.run(ctx, of.results)
 }
 
 func (f *follower) run(ctx context.Context, results <-chan engine.Output) {

@@ -91,6 +91,7 @@ type Server struct {
 	info     engine.Info
 	stops    []int32
 	queries  *queryLimit
+	fair     *fairness
 	metrics  *metrics
 	mux      *http.ServeMux
 	slots    chan struct{} // one for each request in flight whose body has come
@@ -116,6 +117,7 @@ func New(c Config) (*Server, error) {
 	}
 	s := &Server{
 		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m, queries: newQueryLimit(c.CacheQueryRate),
+		fair:  newFairness(max(1, c.Engine.Info().MaxSeqs)),
 		slots: make(chan struct{}, c.MaxInFlight), started: time.Now(),
 	}
 	s.mux = s.routes()
@@ -236,8 +238,14 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	if err := s.decode(x, body); err != nil {
 		return err
 	}
+	end, err := s.admit(w, x)
+	if err != nil {
+		return err
+	}
+	used := 0
+	defer func() { end(used) }()
 	ctx, cancel := context.WithCancel(r.Context())
-	pieces, err := s.start(ctx, x.jobs)
+	pieces, err := s.start(ctx, x)
 	if err != nil {
 		cancel()
 		return err
@@ -253,6 +261,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	} else {
 		err = a.whole(pieces)
 	}
+	used = a.used()
 	if errors.Is(err, errLeft) && cutOff(ctx) {
 		return a.cut()
 	}

@@ -195,7 +195,7 @@ func engineImports() map[string][]string {
 
 		"engine/sample":    {},
 		"engine/sched":     {"connector", "engine/kvcache"},
-		"engine/server":    slices.Concat(host, engineParts(), []string{"engine", "engine/apikeys"}),
+		"engine/server":    slices.Concat(host, engineParts(), []string{"engine", "engine/apikeys", "engine/router/admission"}),
 		"engine/tokenizer": {"engine/gguf"},
 	}
 }

@@ -1,0 +1,207 @@
+package server
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/engine/router/admission"
+	"github.com/kvport/kvport/engine/tokenizer"
+)
+
+// paced is an engine whose requests end when the test says so, in the order in which they came.
+type paced struct {
+	script
+
+	mu      sync.Mutex
+	tenants []string // of all requests, in the order in which they came
+	running []chan struct{}
+}
+
+func (p *paced) Info() engine.Info {
+	info := p.script.Info()
+	info.MaxSeqs = 16
+	return info
+}
+
+func (p *paced) Submit(ctx context.Context, r engine.Request) (<-chan engine.Output, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	end, out := make(chan struct{}), make(chan engine.Output, 1)
+	p.tenants, p.running = append(p.tenants, connector.TenantOf(r.Salt)), append(p.running, end)
+	go func() {
+		defer close(out)
+		last := engine.Output{Reason: connector.ReasonAbort}
+		select {
+		case <-end:
+			last = engine.Output{Reason: connector.ReasonLength, Usage: engine.Usage{Prompt: len(r.Prompt)}}
+		case <-ctx.Done():
+		}
+		out <- last
+	}()
+	return out, nil
+}
+
+// end ends the oldest requests; fewer if there are not as many.
+func (p *paced) end(n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for range min(n, len(p.running)) {
+		close(p.running[0])
+		p.running = p.running[1:]
+	}
+}
+
+func (p *paced) came() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.tenants)
+}
+
+// pacedServer is a server before a paced engine.
+func pacedServer(t *testing.T, key func(string) *apikeys.Key) (*Server, *paced) {
+	t.Helper()
+	e := &paced{}
+	s, err := New(Config{Engine: e, Tokenizer: tokenizer.Bytes(), ModelName: "x", Key: key})
+	require.NoError(t, err)
+	return s, e
+}
+
+// manyPrompts is a request with as many prompts as one may have, each as long as the model allows.
+func manyPrompts(t *testing.T) string {
+	t.Helper()
+	prompts, err := json.Marshal(slices.Repeat([]string{strings.Repeat("a", 40)}, maxPrompts))
+	require.NoError(t, err)
+	return fmt.Sprintf(`{"prompt":%s,"max_tokens":59}`, prompts)
+}
+
+// A client that asks for far more than the engine can do at once does not keep another one's single request waiting: that
+// is among the next two which the engine gets. Without keys nobody is told apart, and it is the last.
+func TestFloodLeavesTurnsToOthers(t *testing.T) {
+	for _, withKeys := range []bool{true, false} {
+		synctest.Test(t, func(t *testing.T) {
+			key := tenants
+			if !withKeys {
+				key = nil
+			}
+			s, e := pacedServer(t, key)
+			answers := make(chan *httptest.ResponseRecorder, 5)
+			ask := func(key, body string) { go func() { answers <- postAs(t, s, key, "/v1/completions", body) }() }
+			const flood = 4
+			for range flood {
+				ask("alice", manyPrompts(t))
+			}
+			synctest.Wait()
+			ask("bob", `{"prompt":"hi","cache_salt":"kvport-tenant:bob:","max_tokens":59}`)
+			synctest.Wait()
+			if withKeys {
+				require.Len(t, e.came(), 20, "the engine has what it computes at once, and a few more")
+				e.end(2)
+				synctest.Wait()
+				require.Contains(t, e.came(), "bob")
+				require.LessOrEqual(t, slices.Index(e.came(), "bob"), 21)
+			} else {
+				require.Equal(t, flood*maxPrompts, slices.Index(e.came(), "bob"))
+			}
+			for range flood*maxPrompts + 1 {
+				e.end(1)
+				synctest.Wait()
+			}
+			for range flood + 1 {
+				w := <-answers
+				require.Equal(t, 200, w.Code, w.Body.String())
+			}
+			require.Len(t, e.came(), flood*maxPrompts+1)
+			require.Zero(t, s.fair.turns.Running())
+		})
+	}
+}
+
+// A client that leaves gives its turns back, those that it waits for too.
+func TestLeavingClientGivesTurnsBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, e := pacedServer(t, tenants)
+		ctx, leave := context.WithCancel(t.Context())
+		gone := make(chan struct{})
+		go func() {
+			defer close(gone)
+			r := httptest.NewRequestWithContext(ctx, "POST", "/v1/completions", strings.NewReader(manyPrompts(t)))
+			r.Header.Set("Authorization", "Bearer alice")
+			s.ServeHTTP(httptest.NewRecorder(), r)
+		}()
+		synctest.Wait()
+		require.Equal(t, 20, s.fair.turns.Running())
+		require.Equal(t, maxPrompts-20, s.fair.turns.Waiting())
+		leave()
+		<-gone
+		synctest.Wait()
+		require.Zero(t, s.fair.turns.Running()+s.fair.turns.Waiting())
+		require.Len(t, e.came(), 20)
+	})
+}
+
+// What a client may not do now is a 429 that names its limit and says when it may; other clients do not notice.
+func TestLimitsOfAKey(t *testing.T) {
+	for name, tt := range map[string]struct {
+		limits  admission.Limits
+		allowed int
+		want    string
+		after   string
+	}{
+		"requests": {admission.Limits{RequestsPerMinute: 3}, 3, "alice may send 3 requests a minute (requests_per_minute)", "20"},
+		"tokens":   {admission.Limits{TokensPerMinute: 25}, 2, "alice may use 25 tokens a minute (tokens_per_minute)", "12"},
+		"at once":  {admission.Limits{InFlight: 2}, 2, "alice may have 2 requests running (max_in_flight)", "1"},
+		"none":     {admission.Limits{}, 8, "", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s, e := pacedServer(t, func(authorization string) *apikeys.Key {
+					k := tenants(authorization)
+					if k.Name == "alice" {
+						k.Limits = tt.limits
+					}
+					return k
+				})
+				answers := make(chan *httptest.ResponseRecorder, 100)
+				ask := func(key string) {
+					go func() { answers <- postAs(t, s, key, "/v1/completions", `{"prompt":"hi","max_tokens":8}`) }()
+				}
+				for range 8 {
+					ask("alice")
+					synctest.Wait()
+				}
+				require.Len(t, e.came(), tt.allowed)
+				for range 8 - tt.allowed {
+					w := <-answers
+					require.Equal(t, 429, w.Code)
+					require.Contains(t, w.Body.String(), tt.want)
+					require.Contains(t, w.Body.String(), `"code":"rate_limit_exceeded"`)
+					require.Equal(t, tt.after, w.Header().Get("Retry-After"))
+				}
+				ask("bob")
+				synctest.Wait()
+				e.end(tt.allowed + 1)
+				for range tt.allowed + 1 {
+					require.Equal(t, 200, (<-answers).Code)
+				}
+				<-time.After(time.Minute)
+				ask("alice")
+				synctest.Wait()
+				e.end(1)
+				require.Equal(t, 200, (<-answers).Code)
+			})
+		})
+	}
+}
