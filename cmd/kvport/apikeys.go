@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -152,25 +153,23 @@ func (f *apiKeysFlags) write(w io.Writer, keys *apikeys.Keys) error {
 }
 
 func (l *apiKeyLine) text() string {
-	text := l.Name
+	words := []string{l.Name, "no tenant"}
 	switch {
 	case l.Router:
-		text += "  router"
+		words[1] = "router"
 	case l.Tenant != "":
-		text += "  tenant " + l.Tenant
-	default:
-		text += "  no tenant"
+		words[1] = "tenant " + l.Tenant
 	}
 	if l.Admin {
-		text += "  admin"
+		words = append(words, "admin")
 	}
 	for _, limit := range []struct {
 		value int
 		what  string
 	}{{l.InFlight, "at once"}, {l.Requests, "requests a minute"}, {l.Tokens, "tokens a minute"}} {
 		if limit.value > 0 {
-			text += fmt.Sprintf("  %d %s", limit.value, limit.what)
+			words = append(words, fmt.Sprintf("%d %s", limit.value, limit.what))
 		}
 	}
-	return text
+	return strings.Join(words, "  ")
 }

@@ -105,7 +105,8 @@ func (s *Server) admit(w http.ResponseWriter, x *exchange) (end func(used int), 
 		return end, err
 	}
 	w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
-	limits, message := x.key.Limits, ""
+	limits := x.key.Limits
+	var message string
 	switch refusal.Reason {
 	case admission.RequestRate:
 		message = fmt.Sprintf("%s may send %d requests a minute (requests_per_minute)", x.key.Name, limits.RequestsPerMinute)

@@ -135,9 +135,9 @@ func TestLeavingClientGivesTurnsBack(t *testing.T) {
 		s, e := pacedServer(t, tenants)
 		ctx, leave := context.WithCancel(t.Context())
 		gone := make(chan struct{})
+		r := httptest.NewRequestWithContext(ctx, "POST", "/v1/completions", strings.NewReader(manyPrompts(t)))
 		go func() {
 			defer close(gone)
-			r := httptest.NewRequestWithContext(ctx, "POST", "/v1/completions", strings.NewReader(manyPrompts(t)))
 			r.Header.Set("Authorization", "Bearer alice")
 			s.ServeHTTP(httptest.NewRecorder(), r)
 		}()
