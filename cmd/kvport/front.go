@@ -58,7 +58,7 @@ type front struct {
 func newFront(l *net.TCPListener, f *listenFlags, keys *apikeys.Keys, registry prometheus.Registerer) *front {
 	t := &front{
 		strangers: newStrangers(),
-		url:       fmt.Sprintf("http://%s", l.Addr()), drain: f.drainTimeout, gate: newGate(l, f.connections()),
+		url:       fmt.Sprintf("%s://%s", f.certificate.scheme(), l.Addr()), drain: f.drainTimeout, gate: newGate(l, f.connections()),
 		ended: make(chan error, 1), idle: make(chan struct{}),
 	}
 	t.keys.Store(keys)
@@ -78,8 +78,8 @@ func newFront(l *net.TCPListener, f *listenFlags, keys *apikeys.Keys, registry p
 		BaseContext:       func(net.Listener) context.Context { return base },
 		ConnContext:       withConnection,
 	}
-	go func() { t.ended <- t.srv.Serve(t.gate) }()
-	t.reload(base, f.apiKeyFile)
+	go func() { t.ended <- t.srv.Serve(f.certificate.around(t.gate)) }()
+	t.reload(base, f)
 	slog.Debug("listening", "url", t.url)
 	return t
 }
@@ -283,9 +283,9 @@ func (t *front) sharedKeys() bool {
 	return keys != nil && keys.Shared() > 1
 }
 
-// reload reads the API keys again at each SIGHUP, until ctx ends. A file that is not good leaves the keys
-// as they were. Without a file of keys nothing happens.
-func (t *front) reload(ctx context.Context, file string) {
+// reload reads the API keys and the certificate again at each SIGHUP, until ctx ends. A file that is not good leaves what it said
+// as it was. Without files nothing happens.
+func (t *front) reload(ctx context.Context, f *listenFlags) {
 	hangups := make(chan os.Signal, 1)
 	signal.Notify(hangups, syscall.SIGHUP)
 	go func() {
@@ -296,11 +296,15 @@ func (t *front) reload(ctx context.Context, file string) {
 			case <-ctx.Done():
 				return
 			}
-			if file == "" {
-				slog.Info("SIGHUP: there is no --api-key-file to read again, nothing changes")
-				continue
+			if f.apiKeyFile == "" && f.certificate.files.cert == "" {
+				slog.Info("SIGHUP: there is no --api-key-file and no --tls-cert-file to read again, nothing changes")
 			}
-			t.reloadKeys(file)
+			if f.certificate.files.cert != "" {
+				f.certificate.reload()
+			}
+			if f.apiKeyFile != "" {
+				t.reloadKeys(f.apiKeyFile)
+			}
 		}
 	}()
 }

@@ -196,7 +196,7 @@ func TestRefusedBodyIsNotAwaited(t *testing.T) {
 }
 
 func TestLimitsOfListening(t *testing.T) {
-	for want, f := range map[string]listenFlags{
+	for want, f := range map[string]*listenFlags{
 		"--drain-timeout is -1s":  {drainTimeout: -time.Second},
 		"--max-connections is 7,": {maxConnections: 7},
 		"--max-connections is -1": {maxConnections: -1},

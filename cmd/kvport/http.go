@@ -3,9 +3,11 @@ package main
 import (
 	"container/list"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"mime"
 	"net"
 	"net/http"
@@ -40,6 +42,8 @@ type listenFlags struct {
 	allowedHosts   []string
 	maxConnections int
 	drainTimeout   time.Duration
+
+	certificate serverCertificate
 }
 
 func (f *listenFlags) add(cmd *cobra.Command, port int) {
@@ -50,15 +54,13 @@ func (f *listenFlags) add(cmd *cobra.Command, port int) {
 	flags.BoolVar(&f.open, "allow-unauthenticated", false, "listen beyond loopback without API keys")
 	flags.StringSliceVar(&f.allowedHosts, "allowed-host", nil, "names that the Host header may have in addition to localhost and --host; beyond loopback any name is accepted unless one is given")
 	flags.IntVar(&f.maxConnections, "max-connections", 0, "connections at once at most, of which the longest idle one makes room for a new one (default from the limit of open files)")
+	f.certificate.files.addTLS(cmd)
 	flags.DurationVar(&f.drainTimeout, "drain-timeout", drainTime, "how long the process may take to end after SIGTERM or SIGINT; requests that run have four fifths of it")
 }
 
 // listener checks the flags and opens the port.
 func (f *listenFlags) listen() (*net.TCPListener, *apikeys.Keys, error) {
-	if f.port < 0 || f.port > 65535 {
-		return nil, nil, fmt.Errorf("--port is %d, want 0 to 65535", f.port)
-	}
-	if err := f.checkLimits(); err != nil {
+	if err := errors.Join(f.checkLimits(), f.certificate.open()); err != nil {
 		return nil, nil, err
 	}
 	var keys *apikeys.Keys
@@ -75,6 +77,7 @@ func (f *listenFlags) listen() (*net.TCPListener, *apikeys.Keys, error) {
 	if !addr.IP.IsLoopback() && keys == nil && !f.open {
 		return nil, nil, fmt.Errorf("--host %q is not loopback: give --api-key-file, or --allow-unauthenticated to let anybody in", f.host)
 	}
+	f.tellClearText(addr, keys)
 	l, err := net.ListenTCP("tcp", addr)
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
@@ -87,10 +90,19 @@ func (f *listenFlags) listen() (*net.TCPListener, *apikeys.Keys, error) {
 	return l, keys, nil
 }
 
-// checkLimits refuses limits that cannot work.
+// tellClearText warns of keys that others on the network may read.
+func (f *listenFlags) tellClearText(addr *net.TCPAddr, keys *apikeys.Keys) {
+	if !addr.IP.IsLoopback() && keys != nil && f.certificate.scheme() == "http" {
+		slog.Warn("API keys, prompts and answers cross the network in clear text unless a proxy in front encrypts them: --tls-cert-file and --tls-key-file do", "host", f.host)
+	}
+}
+
+// checkLimits refuses numbers that cannot work.
 func (f *listenFlags) checkLimits() error {
 	most := descriptors() / 2
 	switch {
+	case f.port < 0 || f.port > 65535:
+		return fmt.Errorf("--port is %d, want 0 to 65535", f.port)
 	case f.drainTimeout < 0:
 		return fmt.Errorf("--drain-timeout is %s, want 0s or more", f.drainTimeout)
 	case f.maxConnections != 0 && (f.maxConnections < fewestConnections || f.maxConnections > most):
@@ -369,6 +381,9 @@ type connectionKey struct{}
 
 // withConnection lets a request's handler find its connection.
 func withConnection(ctx context.Context, c net.Conn) context.Context {
+	if secure, is := c.(*tls.Conn); is {
+		c = secure.NetConn()
+	}
 	return context.WithValue(ctx, connectionKey{}, c)
 }
 

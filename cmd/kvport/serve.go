@@ -51,6 +51,7 @@ type serveFlags struct {
 	routers           []string
 	registerAddress   string
 	registerGroup     string
+	registerCA        string
 }
 
 // Limits of flags that no model and no machine has a say in.
@@ -88,9 +89,10 @@ func newServe() *cobra.Command {
 	flags.BoolVar(&f.cacheQueryAll, "cache-query-unsalted", false, "answer cache queries without a cache_salt though there are several API keys: each of them learns which prompts the others' requests have left in the cache")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
-	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register; the engine tells them where it is, signed with the ticket key, and that it ends")
+	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register, http://, https:// or unix://; the engine tells them where it is, signed with the ticket key, and that it ends")
 	flags.StringVar(&f.registerAddress, "register-address", "", "with --register: HOST:PORT at which routers reach this server (default --host and --port; the address towards the router if --host is no single one)")
 	flags.StringVar(&f.registerGroup, "register-group", "", "with --register: the replica to which the engine belongs; for routers with --mode replica, which make pairs only within one")
+	flags.StringVar(&f.registerCA, "register-ca-file", "", "with --register https://...: file with the CAs of routers' certificates, in PEM (default those of the system)")
 	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
 	addLogLevel(cmd, &f.logLevel)

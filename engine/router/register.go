@@ -175,7 +175,7 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 	if err != nil {
 		return nonce, false, err
 	}
-	i := p.index(part, m.HTTP)
+	i, u := p.registeredAt(part, m)
 	news = i < 0 || p.known[i].sources&byRegistration == 0
 	switch {
 	case m.Leave && i >= 0:
@@ -185,10 +185,6 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 		return nonce, false, nil
 	case (i < 0 || p.known[i].sources == 0) && p.taken() >= maxInstances:
 		return nonce, false, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
-	}
-	u := &url.URL{Scheme: "http", Host: m.HTTP}
-	if i >= 0 {
-		u = p.urls[i]
 	}
 	i = p.claim(spec{role: part, group: m.Group, url: u}, byRegistration)
 	p.regroup(i, byRegistration, []string{m.Group})
@@ -204,6 +200,27 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 	p.moved(i)
 	p.wake()
 	return nonce, news, nil
+}
+
+// registeredAt is the place of an instance that registers, -1 if there is none, and where it is reached: by its URL where
+// another source has one. The caller holds mu.
+func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) {
+	u = &url.URL{Scheme: "http", Host: m.HTTP}
+	if m.TLS {
+		u.Scheme = "https"
+	}
+	if i = p.find(part, u); i < 0 {
+		i = p.index(part, m.HTTP)
+	}
+	switch {
+	case i < 0:
+	case p.known[i].sources&^byRegistration != 0 || p.urls[i].Scheme == u.Scheme:
+		u = p.urls[i]
+	default: // it was there with HTTPS and is without, or the reverse
+		p.disclaim(i, byRegistration)
+		i = -1
+	}
+	return i, u
 }
 
 // moved forgets other addresses at which the same engine is registered: it has moved. The caller holds mu.

@@ -9,6 +9,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"crypto/tls"
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
@@ -107,6 +108,7 @@ type Config struct {
 	// the instances and not the reasons, which say what prompts of others have left there. nil: they do not.
 	SharedKeys func() bool
 
+	TLS       *tls.Config           // of connections to instances whose URLs are https; nil: the system's CAs
 	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
 	Log       *slog.Logger          // nil: none
 	Metrics   prometheus.Registerer // nil: not registered
@@ -280,6 +282,7 @@ func withDefaults(c Config) Config {
 	if c.Transport == nil {
 		c.Transport = &http.Transport{
 			MaxResponseHeaderBytes: maxUpstreamHeader,
+			TLSClientConfig:        c.TLS,
 			DialContext:            (&net.Dialer{Timeout: 5 * time.Second}).DialContext,
 			MaxIdleConnsPerHost:    256, IdleConnTimeout: 90 * time.Second,
 			DisableCompression: true, // bytes pass through as they are
