@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
@@ -27,6 +28,7 @@ type paced struct {
 
 	mu      sync.Mutex
 	tenants []string // of all requests, in the order in which they came
+	prompts []string // likewise
 	running []chan struct{}
 }
 
@@ -36,11 +38,22 @@ func (p *paced) Info() engine.Info {
 	return info
 }
 
+func textOf(prompt []int32) string {
+	text := make([]byte, 0, len(prompt))
+	for _, token := range prompt {
+		if token < 256 {
+			text = append(text, byte(token))
+		}
+	}
+	return string(text)
+}
+
 func (p *paced) Submit(ctx context.Context, r engine.Request) (<-chan engine.Output, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	end, out := make(chan struct{}), make(chan engine.Output, 1)
 	p.tenants, p.running = append(p.tenants, connector.TenantOf(r.Salt)), append(p.running, end)
+	p.prompts = append(p.prompts, textOf(r.Prompt))
 	go func() {
 		defer close(out)
 		last := engine.Output{Reason: connector.ReasonAbort}
@@ -107,11 +120,11 @@ func TestFloodLeavesTurnsToOthers(t *testing.T) {
 			ask("bob", `{"prompt":"hi","cache_salt":"kvport-tenant:bob:","max_tokens":59}`)
 			synctest.Wait()
 			if withKeys {
-				require.Len(t, e.came(), 20, "the engine has what it computes at once, and a few more")
+				require.Len(t, e.came(), 32, "the engine has what it computes at once, and as many whose blocks it loads")
 				e.end(2)
 				synctest.Wait()
 				require.Contains(t, e.came(), "bob")
-				require.LessOrEqual(t, slices.Index(e.came(), "bob"), 21)
+				require.LessOrEqual(t, slices.Index(e.came(), "bob"), 33)
 			} else {
 				require.Equal(t, flood*maxPrompts, slices.Index(e.came(), "bob"))
 			}
@@ -125,6 +138,8 @@ func TestFloodLeavesTurnsToOthers(t *testing.T) {
 			}
 			require.Len(t, e.came(), flood*maxPrompts+1)
 			require.Zero(t, s.fair.turns.Running())
+			requests, waiting := s.fair.counts()
+			require.Zero(t, requests+waiting)
 		})
 	}
 }
@@ -142,14 +157,184 @@ func TestLeavingClientGivesTurnsBack(t *testing.T) {
 			s.ServeHTTP(httptest.NewRecorder(), r)
 		}()
 		synctest.Wait()
-		require.Equal(t, 20, s.fair.turns.Running())
-		require.Equal(t, maxPrompts-20, s.fair.turns.Waiting())
+		require.Equal(t, 32, s.fair.turns.Running())
+		require.Equal(t, 1, s.fair.turns.Waiting(), "the next one")
+		require.Equal(t, maxPrompts-32, healthOf(t, s, "admin").Waiting)
+		require.Equal(t, float64(maxPrompts-32), testutil.ToFloat64(s.metrics.waiting))
 		leave()
 		<-gone
 		synctest.Wait()
 		require.Zero(t, s.fair.turns.Running()+s.fair.turns.Waiting())
-		require.Len(t, e.came(), 20)
+		require.Len(t, e.came(), 32)
+		require.Zero(t, healthOf(t, s, "admin").Waiting)
 	})
+}
+
+// healthOf is what a client learns from /health.
+func healthOf(t *testing.T, s *Server, key string) (h engine.Health) {
+	t.Helper()
+	r := httptest.NewRequestWithContext(t.Context(), "GET", "/health", nil)
+	r.Header.Set("Authorization", "Bearer "+key)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	require.NoError(t, json.Unmarshal(w.Body.Bytes(), &h))
+	return h
+}
+
+// stuck is a client that takes nothing of its answer until it leaves.
+type stuck struct {
+	*httptest.ResponseRecorder
+
+	ctx context.Context
+}
+
+// Write implements http.ResponseWriter.
+func (s stuck) Write([]byte) (int, error) {
+	<-s.ctx.Done()
+	return 0, s.ctx.Err()
+}
+
+// A client that does not read what the engine has computed for it keeps nobody waiting once the engine has done that, however
+// many of its prompts are behind the one socket.
+func TestSlowReaderKeepsNoTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, e := pacedServer(t, tenants)
+		ctx, leave := context.WithCancel(t.Context())
+		gone := make(chan struct{})
+		body := strings.Replace(manyPrompts(t), "{", `{"stream":true,"return_token_ids":true,`, 1)
+		r := httptest.NewRequestWithContext(ctx, "POST", "/v1/completions", strings.NewReader(body))
+		r.Header.Set("Authorization", "Bearer alice")
+		go func() {
+			defer close(gone)
+			s.ServeHTTP(stuck{httptest.NewRecorder(), ctx}, r)
+		}()
+		for range maxPrompts {
+			synctest.Wait()
+			e.end(1)
+		}
+		synctest.Wait()
+		require.Len(t, e.came(), maxPrompts)
+		require.Zero(t, s.fair.turns.Running())
+		answers := make(chan int, 1)
+		go func() { answers <- postAs(t, s, "bob", "/v1/completions", `{"prompt":"hi"}`).Code }()
+		synctest.Wait()
+		e.end(1)
+		require.Equal(t, 200, <-answers)
+		leave()
+		<-gone
+	})
+}
+
+// The prompts of a request get to the engine in their order.
+func TestPromptsKeepTheirOrder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, e := pacedServer(t, tenants)
+		prompts := make([]string, maxPrompts)
+		for i := range prompts {
+			prompts[i] = fmt.Sprintf("%02d", i)
+		}
+		body, err := json.Marshal(map[string]any{"prompt": prompts})
+		require.NoError(t, err)
+		answer := make(chan int, 1)
+		go func() { answer <- postAs(t, s, "alice", "/v1/completions", string(body)).Code }()
+		for range maxPrompts {
+			synctest.Wait()
+			e.end(1)
+		}
+		require.Equal(t, 200, <-answer)
+		require.Equal(t, prompts, e.prompts)
+	})
+}
+
+// However many requests of one client wait, another one finds a place; a router, which speaks for many, may have all.
+func TestPlacesAreShared(t *testing.T) {
+	s, _ := pacedServer(t, tenants)
+	fill := func(key string) (n int) {
+		for {
+			if _, err := s.fair.enter(tenants("Bearer " + key)); err != nil {
+				require.ErrorIs(t, err, engine.ErrOverloaded)
+				return n
+			}
+			n++
+		}
+	}
+	require.Equal(t, 224, fill("alice"))
+	require.Equal(t, 28, fill("bob"))
+	require.Equal(t, 4, fill("router"))
+	w := postAs(t, s, "alice", "/v1/completions", `{"prompt":"hi"}`)
+	require.Equal(t, 429, w.Code)
+
+	s, _ = pacedServer(t, tenants)
+	require.Equal(t, 256, fill("router"))
+	s, _ = pacedServer(t, tenants)
+	require.Equal(t, 224, fill("alice"))
+	w = postAs(t, s, "alice", "/v1/completions", `{"prompt":"hi"}`)
+	require.Equal(t, 429, w.Code)
+	require.Contains(t, w.Body.String(), "alice has 224 running or waiting already, and may have seven eighths of those that others leave")
+	leave, err := s.fair.enter(tenants("Bearer bob"))
+	require.NoError(t, err)
+	leave()
+}
+
+// chatty is an engine that generates a few tokens, and then no more.
+type chatty struct {
+	script
+
+	err error // of every request, instead
+}
+
+func (c *chatty) Submit(ctx context.Context, r engine.Request) (<-chan engine.Output, error) {
+	out := make(chan engine.Output, 1)
+	if c.err != nil {
+		out <- engine.Output{Reason: connector.ReasonError, Err: c.err}
+		close(out)
+		return out, nil
+	}
+	out <- engine.Output{Tokens: slices.Repeat([]int32{'a'}, 30), Usage: engine.Usage{Prompt: len(r.Prompt), Generated: 30}}
+	go func() {
+		<-ctx.Done()
+		close(out)
+	}()
+	return out, nil
+}
+
+// A stream whose client leaves before its end costs what was generated; what the server does not answer costs nothing.
+func TestCostOfWhatDoesNotEnd(t *testing.T) {
+	for name, tt := range map[string]struct {
+		engine  *chatty
+		body    string
+		allowed int // of requests of 3 tokens, out of 100
+	}{
+		"left":          {&chatty{}, `{"prompt":"hi","stream":true,"max_tokens":50}`, (100 - 33) / 3},
+		"left, in full": {&chatty{}, `{"prompt":"hi","max_tokens":50}`, (100 - 33) / 3},
+		"not answered":  {&chatty{err: engine.ErrClosed}, `{"prompt":"hi","max_tokens":50}`, 100 / 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				limited := func(string) *apikeys.Key {
+					return &apikeys.Key{Name: "alice", Tenant: "alice", Limits: admission.Limits{TokensPerMinute: 100}}
+				}
+				s, err := New(Config{Engine: tt.engine, Tokenizer: tokenizer.Bytes(), ModelName: "x", Key: limited})
+				require.NoError(t, err)
+				ctx, leave := context.WithCancel(t.Context())
+				gone := make(chan struct{})
+				go func() {
+					defer close(gone)
+					s.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, "POST", "/v1/completions", strings.NewReader(tt.body)))
+				}()
+				synctest.Wait()
+				leave()
+				<-gone
+				n := 0
+				for ; ; n++ {
+					if _, err := s.fair.request(limited(""), 3); err != nil {
+						break
+					}
+				}
+				require.Equal(t, tt.allowed, n)
+			})
+		})
+	}
 }
 
 // What a client may not do now is a 429 that names its limit and says when it may; other clients do not notice.

@@ -94,7 +94,6 @@ type Server struct {
 	fair     *fairness
 	metrics  *metrics
 	mux      *http.ServeMux
-	slots    chan struct{} // one for each request in flight whose body has come
 	draining atomic.Bool
 	warned   atomic.Int64 // when an unknown field was last told as a warning, Unix nanoseconds
 	started  time.Time
@@ -117,8 +116,7 @@ func New(c Config) (*Server, error) {
 	}
 	s := &Server{
 		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m, queries: newQueryLimit(c.CacheQueryRate),
-		fair:  newFairness(max(1, c.Engine.Info().MaxSeqs)),
-		slots: make(chan struct{}, c.MaxInFlight), started: time.Now(),
+		fair: newFairness(max(1, c.Engine.Info().MaxSeqs), c.MaxInFlight, m.waiting), started: time.Now(),
 	}
 	s.mux = s.routes()
 	return s, nil
@@ -178,6 +176,8 @@ type exchange struct {
 	params params
 	jobs   []job
 	cached *engine.Cached // the answer to a cache query
+
+	generated atomic.Int64 // tokens of all jobs, taken by the client or not; where there are keys
 }
 
 func (s *Server) generate(chat bool) http.HandlerFunc {
@@ -229,10 +229,11 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	if s.draining.Load() { // by now
 		return errDraining()
 	}
-	if err := s.takeSlot(); err != nil {
+	leave, err := s.fair.enter(x.key)
+	if err != nil {
 		return err
 	}
-	defer func() { <-s.slots }()
+	defer leave()
 	s.metrics.inFlight.Inc()
 	defer s.metrics.inFlight.Dec()
 	if err := s.decode(x, body); err != nil {
@@ -242,26 +243,25 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	if err != nil {
 		return err
 	}
-	used := 0
-	defer func() { end(used) }()
 	ctx, cancel := context.WithCancel(r.Context())
 	pieces, err := s.start(ctx, x)
 	if err != nil {
 		cancel()
+		end(0)
 		return err
 	}
+	a := s.newWriter(ctx, w, x)
 	defer func() {
 		cancel()
 		for range pieces { // until the engine has let go of the request
 		}
+		end(a.used(err))
 	}()
-	a := s.newWriter(ctx, w, x)
 	if x.params.stream {
 		err = a.stream(pieces)
 	} else {
 		err = a.whole(pieces)
 	}
-	used = a.used()
 	if errors.Is(err, errLeft) && cutOff(ctx) {
 		return a.cut()
 	}
@@ -277,16 +277,6 @@ func (s *Server) keyOf(r *http.Request) (*apikeys.Key, error) {
 		return key, nil
 	}
 	return nil, &Error{http.StatusUnauthorized, "invalid_request_error", "", "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY"}
-}
-
-// takeSlot takes one of the slots of requests whose body has come.
-func (s *Server) takeSlot() error {
-	select {
-	case s.slots <- struct{}{}:
-		return nil
-	default:
-		return fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, cap(s.slots))
-	}
 }
 
 // readBody reads a body within its limits of size and time.
@@ -463,13 +453,15 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		InFlight   int  `json:"in_flight"`             // requests that run, of any kind that counts for max_in_flight
 	}
 	h := s.config.Engine.Health()
+	running, waiting := s.fair.counts()
+	h.Waiting += waiting
 	answer := struct {
 		Status      string `json:"status"`        // ok, degraded (connector not ready), draining
 		MaxInFlight int    `json:"max_in_flight"` // requests beyond these get a 429: routers without a key must know it, too
 		*details           // nil: for strangers
-	}{Status: "ok", MaxInFlight: cap(s.slots)}
+	}{Status: "ok", MaxInFlight: s.fair.places}
 	if _, err := s.keyOf(r); err == nil {
-		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: len(s.slots)}
+		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: running}
 		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
 			answer.KV = &kv{fit, s.config.Events}
 		}
@@ -541,6 +533,7 @@ type metrics struct {
 	queries       *prometheus.CounterVec
 	unknownFields prometheus.Counter
 	inFlight      prometheus.Gauge
+	waiting       prometheus.Gauge
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
@@ -551,6 +544,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		queries:       s.Counters("kvport_cache_queries_total", "Cache queries by how they ended: answered, unknown (a connector of some scope did not say in time), limited (too many of one API key), failed.", "result"),
 		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
 		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
+		waiting:       s.Gauge("kvport_http_prompts_waiting", "Prompts of clients with API keys that wait for their turn: the engine does not have them yet."),
 	}
 	return m, s.Register(reg)
 }

@@ -51,16 +51,18 @@ func TestTokenize(t *testing.T) {
 // It takes one of the places of requests, as a generation does.
 func TestTokenizeTakesASlot(t *testing.T) {
 	f := serve(t, &script{}, func(c *Config) { c.MaxInFlight = 1 })
-	f.server.slots <- struct{}{}
+	leave, err := f.server.fair.enter(nil)
+	require.NoError(t, err)
 	resp, body := f.post(t, "/tokenize", `{"prompt":"hi"}`)
 	require.Equal(t, 429, resp.StatusCode)
 	require.Contains(t, body, `"code":"overloaded"`)
-	<-f.server.slots
+	leave()
 	for range 2 {
 		resp, body = f.post(t, "/tokenize", `{"prompt":"hi"}`)
 		require.Equal(t, 200, resp.StatusCode, body)
 	}
-	require.Empty(t, f.server.slots)
+	running, _ := f.server.fair.counts()
+	require.Zero(t, running)
 }
 
 // Routers learn from /health where the events are; whoever has no key does not.
