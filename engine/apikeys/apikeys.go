@@ -86,7 +86,7 @@ func (k *Key) Salt(given string) (string, error) {
 	case k.Tenant != "":
 		salt = connector.TenantSalt(k.Tenant, given)
 	case connector.IsTenantSalt(given):
-		return "", fmt.Errorf("%w: it names a tenant, which only a client may whose line in the file of API keys says router", ErrSalt)
+		return "", fmt.Errorf("%w: it names a tenant, which only a client may whose line in the file of API keys says router. If the client is a kvport route whose own file has tenants, the server behind it needs a file with names, too, and in it the router's key, that of --upstream-api-key-file, with this option (%s)", ErrSalt, Head)
 	}
 	if len(salt) > MaxSalt {
 		return "", fmt.Errorf("%w: has %d bytes, want at most %d", ErrSalt, len(given), MaxSalt-(len(salt)-len(given)))

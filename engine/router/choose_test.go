@@ -212,6 +212,7 @@ func TestRouteHeader(t *testing.T) {
 	several := false
 	f := serveRouter(t, Config{
 		Prefill: []string{p.URL}, Decode: []string{d.URL}, Policy: policy.PrefixAware,
+		OwnKeys:    true,
 		Key:        onlyKey,
 		SharedKeys: func() bool { return several },
 	})

@@ -371,12 +371,13 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
-	key, known := r.keyOf(req)
+	var known bool
+	c.key, known = r.keyOf(req)
 	if !known { // any more
 		refuse(c.w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
 		return clientError
 	}
-	client, limits := r.clientOf(req, key)
+	client, limits := r.clientOf(req, c.key)
 	c.client = client
 	err := r.gate.hold(client, len(body))
 	if refusal, refused := errors.AsType[*admission.RefusedError](err); refused {
@@ -387,7 +388,7 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
 	}
-	if err = r.salt(c.body, key); err != nil {
+	if err = r.salt(c.body, c.key); err != nil {
 		refuse(c.w, http.StatusBadRequest, "invalid_value", err.Error())
 		return clientError
 	}

@@ -9,6 +9,14 @@ import (
 	"github.com/kvport/kvport/engine/apikeys"
 )
 
+// passesKeys reports whether clients' own keys go to the instances, which may put requests into tenants that the router does not know.
+func (c *Config) passesKeys() bool { return !c.OwnKeys && c.UpstreamKey == "" }
+
+// foreign reports whether instances may put the request into a tenant that the router does not know.
+func (c *call) foreign() bool {
+	return c.router.config.passesKeys() && c.header.Get("Authorization") != ""
+}
+
 // saltField is the field of a request that separates its KV blocks from those of others.
 const saltField = "cache_salt"
 
@@ -25,12 +33,12 @@ func (r *Router) keyOf(req *http.Request) (k *apikeys.Key, known bool) {
 // salt puts a request's KV blocks into the tenant of its client. Instances know tenants by salts alone, and a kvport instance
 // believes those of a client that is a router.
 func (r *Router) salt(body fields, k *apikeys.Key) error {
-	if k == nil && r.config.UpstreamKey != "" { // the instances take this router's word for whose tenant it is, and a client's would pass for it
+	if k == nil { // instances would take this router's word for whose tenant it is, and what is known of them would be told to anybody who names it
 		k = &apikeys.Key{}
 	}
 	given := ""
 	if raw, is := body[saltField]; is && json.Unmarshal(raw, &given) != nil {
-		if k == nil || k.Tenant == "" { // an instance will refuse it
+		if k.Tenant == "" { // an instance will refuse it
 			return nil
 		}
 		return errors.New(saltField + ": want a string")

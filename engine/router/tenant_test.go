@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/engine/router/policy"
 )
 
 // onlyKey knows the key k.
@@ -18,6 +19,12 @@ func onlyKey(authorization string) *apikeys.Key {
 		return nil
 	}
 	return &apikeys.Key{Name: "k", ID: KeyID("k")}
+}
+
+// anyKey knows every key.
+func anyKey(authorization string) *apikeys.Key {
+	_, key, _ := strings.Cut(authorization, " ")
+	return &apikeys.Key{Name: key, ID: KeyID(key)}
 }
 
 func tenants(authorization string) *apikeys.Key {
@@ -77,15 +84,54 @@ func TestInstancesGetTheTenant(t *testing.T) {
 	require.Len(t, d.requests(), before)
 }
 
-// A router that lets everybody in passes salts on, but no tenant of others under its own key.
+// A router that lets everybody in passes salts on, but no tenant: neither under its own key, which instances believe, nor to look
+// up what the tenant has left there.
 func TestOpenRouterNamesNoTenant(t *testing.T) {
 	d := serveInstance(t, tokens)
-	body := `{"prompt":"x","cache_salt":"` + connector.TenantSalt("alice", "") + `"}`
-	resp, _ := postAs(t, serveRouter(t, Config{Decode: urls(d), UpstreamKey: "inner"}).URL, "", body)
-	require.Equal(t, 400, resp.StatusCode)
-	require.Empty(t, d.requests())
-	resp, _ = postAs(t, serveRouter(t, Config{Decode: urls(d)}).URL, "", body)
+	for _, c := range []Config{{UpstreamKey: "inner"}, {}} {
+		c.Decode = urls(d)
+		f := serveRouter(t, c)
+		resp, text := postAs(t, f.URL, "bob", `{"prompt":"x","cache_salt":"`+connector.TenantSalt("alice", "")+`"}`)
+		require.Equal(t, 400, resp.StatusCode)
+		require.Contains(t, text, "it names a tenant")
+		require.Empty(t, resp.Header.Values(routeHeader))
+		require.Empty(t, d.requests())
+	}
+	resp, _ := postAs(t, serveRouter(t, Config{Decode: urls(d)}).URL, "bob", `{"prompt":"x","cache_salt":"s"}`)
 	require.Equal(t, 200, resp.StatusCode)
+}
+
+// Whose keys are those of the instances, may be of one of their tenants: it learns nothing of what others have asked. Who has none
+// learns not even which instances there are.
+func TestKeysOfInstancesShowNoReasons(t *testing.T) {
+	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") == "Bearer wrong" || r.Header.Get("X-Closed") != "" {
+			code(401)(w, r)
+			return
+		}
+		tokens(w, r)
+	})
+	f := serveRouter(t, Config{Decode: urls(d), Policy: policy.PrefixAware})
+	for _, tt := range []struct {
+		header []string
+		status int
+		want   string
+	}{
+		{[]string{"Authorization", "Bearer bob"}, 200, "policy=prefix_aware; decode=" + d.URL},
+		{[]string{"Authorization", "Bearer wrong"}, 401, ""},
+		{[]string{"X-Closed", "1"}, 401, ""},
+	} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/completions", strings.NewReader(completion("hi")))
+		require.NoError(t, err)
+		req.Header.Set(routeHeader, "1")
+		req.Header.Set(tt.header[0], tt.header[1])
+		resp, err := http.DefaultClient.Do(req)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, tt.status, resp.StatusCode)
+		require.Equal(t, tt.want, resp.Header.Get(routeHeader))
+	}
+	require.Contains(t, complete(t, f, completion("hi"), routeHeader, "1").Get(routeHeader), "; why=", "an instance that asks for no key has no tenants")
 }
 
 // A key's limits are those of the config file, else of its own line, else those of all.
@@ -107,5 +153,9 @@ func TestLimitsOfAKey(t *testing.T) {
 		return n
 	}
 	require.Equal(t, 2, allowed("alice"))
+	resp, text := postAs(t, f.URL, "alice", `{"prompt":"x"}`)
+	require.Equal(t, 429, resp.StatusCode)
+	require.Contains(t, text, "alice may send 2 requests a minute (requests_per_minute)")
+	require.NotEmpty(t, resp.Header.Get("Retry-After"))
 	require.Equal(t, 4, allowed("shared"))
 }
