@@ -17,6 +17,7 @@ type apiKeysFlags struct {
 	format        string
 	salt          string
 	router, admin bool
+	metrics       bool
 
 	inFlight, requests, tokens int
 }
@@ -63,7 +64,8 @@ func (f *apiKeysFlags) newAdd() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringVar(&f.salt, "salt", "", "tenant of the client: clients of one tenant share the cache (default NAME)")
 	flags.BoolVar(&f.router, "router", false, "the client is a router, which says by cache_salt of which tenant each request is")
-	flags.BoolVar(&f.admin, "admin", false, "the client may empty the cache")
+	flags.BoolVar(&f.admin, "admin", false, "the client may empty the cache, and what --metrics says")
+	flags.BoolVar(&f.metrics, "metrics", false, "the client may read /metrics and the details of /health, which are about all tenants")
 	flags.IntVar(&f.inFlight, "max-in-flight", 0, "requests that run at once; 0: no limit")
 	flags.IntVar(&f.requests, "requests-per-minute", 0, "requests a minute; 0: no limit")
 	flags.IntVar(&f.tokens, "tokens-per-minute", 0, "tokens of prompts and answers a minute; 0: no limit")
@@ -80,6 +82,9 @@ func (f *apiKeysFlags) options(cmd *cobra.Command) (words []string, err error) {
 	}
 	if f.admin {
 		words = append(words, "admin")
+	}
+	if f.metrics {
+		words = append(words, "metrics")
 	}
 	for _, limit := range []struct {
 		flag, word string
@@ -128,6 +133,7 @@ type apiKeyLine struct {
 	Tenant   string `json:"tenant,omitempty"` // empty: the client's cache_salt alone separates its blocks
 	Router   bool   `json:"router,omitempty"`
 	Admin    bool   `json:"admin,omitempty"`
+	Metrics  bool   `json:"metrics,omitempty"`
 	SHA256   string `json:"key_sha256"`
 	InFlight int    `json:"max_in_flight,omitempty"`
 	Requests int    `json:"requests_per_minute,omitempty"`
@@ -139,7 +145,7 @@ func (f *apiKeysFlags) write(w io.Writer, keys *apikeys.Keys) error {
 	all := keys.All()
 	lines := make([]apiKeyLine, len(all))
 	for i, k := range all {
-		lines[i] = apiKeyLine{k.Name, k.Tenant, k.Router, k.Admin, k.ID, k.Limits.InFlight, k.Limits.RequestsPerMinute, k.Limits.TokensPerMinute}
+		lines[i] = apiKeyLine{k.Name, k.Tenant, k.Router, k.Admin, k.Metrics, k.ID, k.Limits.InFlight, k.Limits.RequestsPerMinute, k.Limits.TokensPerMinute}
 	}
 	if f.format == "json" {
 		return writeJSONLines(w, lines)
@@ -162,6 +168,9 @@ func (l *apiKeyLine) text() string {
 	}
 	if l.Admin {
 		words = append(words, "admin")
+	}
+	if l.Metrics {
+		words = append(words, "metrics")
 	}
 	for _, limit := range []struct {
 		value int

@@ -240,8 +240,12 @@ func (t *front) notReady() string {
 func (t *front) withKey(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		open := r.URL.Path == "/health" || r.URL.Path == "/livez" || r.URL.Path == "/readyz"
-		if !open && !t.knows(r.Header.Get("Authorization")) {
-			t.strangers.came(r, time.Now())
+		authorization := r.Header.Get("Authorization")
+		known := t.knows(authorization)
+		if !known && (!open || authorization != "") { // /health shows whether a key is valid
+			t.strangers.came(r)
+		}
+		if !open && !known {
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			refuse(w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
 			return

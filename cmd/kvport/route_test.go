@@ -40,7 +40,7 @@ func TestRouteWithKeysOnBothSides(t *testing.T) {
 
 	code, text := do(t, "GET", r.URL+"/health", "")
 	require.Equal(t, 200, code)
-	require.JSONEq(t, `{"status":"ok"}`, text)
+	require.JSONEq(t, `{"status":"ok","tls":false}`, text)
 	_, text = do(t, "GET", r.URL+"/health", "", "Authorization", "Bearer "+alpha)
 	require.Contains(t, text, p.URL)
 }

@@ -12,7 +12,8 @@ import (
 // strangersPause is how long a warning of requests without a key stands for those that come after it.
 const strangersPause = 10 * time.Second
 
-// strangers counts requests that were refused because they have no valid API key, and warns of them: somebody may be trying keys.
+// strangers counts requests that lack a valid API key where one is needed, or have a wrong one where none is, and warns of them:
+// somebody may be trying keys.
 type strangers struct {
 	refused prometheus.Counter
 	log     *slog.Logger
@@ -20,24 +21,46 @@ type strangers struct {
 	mu     sync.Mutex
 	last   time.Time // of the last warning
 	untold int       // requests since then
+	later  bool      // a warning of these will come
+	remote string    // of the newest, as path
+	path   string
 }
 
 func newStrangers() *strangers {
 	return &strangers{log: slog.Default(), refused: prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "kvport_http_unauthorized_total", Help: "Requests that were refused because they have no valid API key, also of `kvport route`.",
+		Name: "kvport_http_unauthorized_total", Help: "Requests without a valid API key where one is needed, and those with a wrong one to /health, also of `kvport route`.",
 	})}
 }
 
 // came takes note of one. The log never has what came in place of a key: it may be the one of another server.
-func (s *strangers) came(r *http.Request, now time.Time) {
+func (s *strangers) came(r *http.Request) {
+	const longest = 100 // bytes of a path
 	s.refused.Inc()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.untold++
-	if now.Sub(s.last) < strangersPause {
-		return
+	s.remote, s.path = r.RemoteAddr, r.URL.Path[:min(len(r.URL.Path), longest)]
+	passed := time.Since(s.last)
+	switch {
+	case passed >= strangersPause:
+		s.tellLocked()
+	case !s.later: // if nobody comes any more, these would not be told
+		s.later = true
+		time.AfterFunc(strangersPause-passed, s.tell)
 	}
-	const longest = 100 // bytes of a path
-	s.log.Warn("requests without a valid API key are refused", "requests", s.untold, "remote", r.RemoteAddr, "path", r.URL.Path[:min(len(r.URL.Path), longest)])
-	s.last, s.untold = now, 0
+}
+
+func (s *strangers) tell() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.later = false
+	if s.untold > 0 {
+		s.tellLocked()
+	}
+}
+
+// tellLocked warns of what was not told yet. The caller holds mu.
+func (s *strangers) tellLocked() {
+	s.log.Warn("requests came without a valid API key", "requests", s.untold, "remote", s.remote, "path", s.path)
+	s.last, s.untold = time.Now(), 0
 }

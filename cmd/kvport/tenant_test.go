@@ -94,12 +94,20 @@ func TestStrangersAndAudit(t *testing.T) {
 		for range 50 {
 			code, _ := do(t, "GET", url+"/v1/models", "", "Authorization", "Bearer tried-key")
 			require.Equal(t, 401, code)
+			code, _ = do(t, "GET", url+"/health", "", "Authorization", "Bearer tried-key")
+			require.Equal(t, 200, code)
+			do(t, "GET", url+"/health", "")
+			do(t, "GET", url+"/health", "", "Authorization", "Bearer alice")
 		}
-		_, metrics := do(t, "GET", url+"/metrics", "", "Authorization", "Bearer alice")
-		require.Contains(t, metrics, "kvport_http_unauthorized_total 50\n")
+		code, metrics := do(t, "GET", url+"/metrics", "", "Authorization", "Bearer root")
+		require.Equal(t, 200, code)
+		require.Contains(t, metrics, "kvport_http_unauthorized_total 100\n")
+		code, text := do(t, "GET", url+"/metrics", "", "Authorization", "Bearer alice")
+		require.Equal(t, 403, code)
+		require.Contains(t, text, "metrics_key_required")
 	}
-	require.NoError(t, router.Logged(t.Context(), "requests without a valid API key are refused"))
-	require.NoError(t, engine.Logged(t.Context(), "requests without a valid API key are refused"))
+	require.NoError(t, router.Logged(t.Context(), "requests came without a valid API key"))
+	require.NoError(t, engine.Logged(t.Context(), "requests came without a valid API key"))
 	require.Contains(t, engine.Logs(), `"remote":"127.0.0.1:`)
 	require.NotContains(t, engine.Logs()+router.Logs(), "tried-key")
 

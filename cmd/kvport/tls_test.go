@@ -109,6 +109,14 @@ func TestTLS(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, resp.Body.Close())
 	require.Equal(t, 200, resp.StatusCode)
+	for _, url := range []string{engine.URL, router.URL} {
+		resp, err := ca.client(cert, key).Get(url + "/health")
+		require.NoError(t, err)
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Contains(t, string(body), `"tls":true`)
+	}
 	_, err = http.Get(router.URL + "/livez")
 	require.ErrorContains(t, err, "certificate")
 	code, _ := do(t, "GET", "http://"+strings.TrimPrefix(router.URL, "https://")+"/livez", "")
@@ -193,5 +201,31 @@ func TestRegisterOverTLSAndSocket(t *testing.T) {
 			return resp.StatusCode == http.StatusOK
 		}, time.Minute, 10*time.Millisecond, engine.Logs())
 		require.NoError(t, router.Stop(t.Context()))
+	}
+}
+
+// kvport doctor says whether the port will speak HTTPS, with the flags that serve gets.
+func TestDoctorTLS(t *testing.T) {
+	ca, dir := newAuthority(t), t.TempDir()
+	cert, key := ca.issue(dir, 2)
+	for _, tt := range []struct {
+		host   string
+		files  tlsFiles
+		after  time.Duration
+		status status
+		want   string
+	}{
+		{"127.0.0.1", tlsFiles{}, 0, statusOK, "off: "},
+		{"0.0.0.0", tlsFiles{}, 0, statusWarn, "in clear text"},
+		{"0.0.0.0", tlsFiles{cert: cert, key: key}, 0, statusOK, "on: " + cert + " is valid until "},
+		{"0.0.0.0", tlsFiles{cert: cert, key: key, ca: ca.file}, 0, statusOK, ", and clients need a certificate"},
+		{"0.0.0.0", tlsFiles{cert: cert, key: key}, 48 * time.Hour, statusFail, "is valid from "},
+		{"0.0.0.0", tlsFiles{cert: cert}, 0, statusFail, "--tls-cert-file and --tls-key-file go together"},
+		{"0.0.0.0", tlsFiles{cert: cert, key: cert}, 0, statusFail, "mode 0644 lets others read it"},
+	} {
+		got := (&doctorFlags{host: tt.host, tls: tt.files}).checkTLS(time.Now().Add(tt.after))
+		require.Equal(t, tt.status, got.Status, "%+v", got)
+		require.Contains(t, got.Detail, tt.want)
+		require.Equal(t, tt.status == statusOK, got.Mend == "")
 	}
 }

@@ -2,9 +2,10 @@
 //
 // The file of keys is text. Its first line is [Head], and each other line is a comment or a client:
 //
-//	NAME sha256:HASH [salt=TENANT] [router] [admin] [max_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N]
+//	NAME sha256:HASH [salt=TENANT] [router] [admin] [metrics] [max_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N]
 //
-// It has no secrets, except that whoever can write it can let anybody in. A file without that first line is of the old
+// Whoever can write it can let anybody in. Whoever can read it finds no key that was made at random, but can try others until a hash
+// is right. A file without that first line is of the old
 // form: each line is a key as clients send it.
 package apikeys
 
@@ -30,8 +31,10 @@ type Key struct {
 	ID     string // the SHA-256 of the key, 64 hexadecimal digits
 	Tenant string // the requests' KV blocks are this tenant's; empty: the client's cache_salt alone separates them
 	Router bool   // it may say which tenant a request is of, by its salt
-	Admin  bool   // it may empty the cache, which all tenants share
+	Admin  bool   // it may empty the cache, which all tenants share, and what Metrics says
 	Limits admission.Limits
+
+	Metrics bool // it may read /metrics and the details of /health, which are about all tenants
 
 	hash [sha256.Size]byte
 }
@@ -73,6 +76,13 @@ func (k *Keys) Find(authorization string) *Key {
 	}
 	return &k.list[found]
 }
+
+// WantMetrics says why a client gets no metrics.
+const WantMetrics = "/metrics is about all tenants, and only for clients whose line in the file of API keys says metrics, admin or router"
+
+// Watches reports whether the client may read /metrics and the details of /health. Routers read them of their instances. A nil key
+// is that of a server that lets everybody in.
+func (k *Key) Watches() bool { return k == nil || k.Admin || k.Metrics || k.Router }
 
 // ErrSalt is wrapped by the errors of Salt.
 var ErrSalt = errors.New("cache_salt")

@@ -35,7 +35,7 @@ func mustParse(t *testing.T, text string) *Keys {
 func TestParse(t *testing.T) {
 	k := mustParse(t, Head+" \r\n\n# whose keys these are\r\nalice "+hashOf(alpha)+
 		"\r\n  bob\t"+hashMark+strings.ToUpper(hashOf(beta)[7:])+" salt=alice max_in_flight=4 requests_per_minute=60 tokens_per_minute=1000 admin\n"+
-		"route.1 "+hashOf("r")+" router")
+		"route.1 "+hashOf("r")+" router\ngraphs "+hashOf("g")+" metrics")
 	require.False(t, k.Old)
 	list := k.All()
 	require.Len(t, list, k.Len())
@@ -47,8 +47,13 @@ func TestParse(t *testing.T) {
 		{Name: "alice", Tenant: "alice"},
 		{Name: "bob", Tenant: "alice", Admin: true, Limits: admission.Limits{InFlight: 4, RequestsPerMinute: 60, TokensPerMinute: 1000}},
 		{Name: "route.1", Router: true},
+		{Name: "graphs", Tenant: "graphs", Metrics: true},
 	}, list)
 	require.Equal(t, 1, k.Shared())
+	for i, want := range []bool{false, true, true, true} {
+		require.Equal(t, want, list[i].Watches(), list[i].Name)
+	}
+	require.True(t, (*Key)(nil).Watches())
 }
 
 // A line that is not understood is refused with its number, and the error shows no key and no hash.

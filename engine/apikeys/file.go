@@ -57,7 +57,7 @@ func Add(path, name string, options ...string) (secret string, err error) {
 func with(data []byte, line string) ([]byte, error) {
 	first, _, _ := strings.Cut(string(data), "\n")
 	if strings.TrimRight(first, " \t\r") != Head {
-		return nil, fmt.Errorf("it is of the old form, whose lines have no names: make a new file with the first line %q, and a line NAME %sHASH for each key, with HASH of printf %%s KEY | sha256sum", Head, hashMark)
+		return nil, fmt.Errorf("it is of the old form, whose lines have no names: make a new file with the first line %q, and a line NAME %sHASH for each key that is good enough for the old form (a server that reads it says which are not), with HASH of printf %%s KEY | sha256sum; the others are replaced", Head, hashMark)
 	}
 	text := []byte(strings.TrimRight(string(data), "\n") + "\n" + line)
 	_, err := Parse(text)

@@ -187,6 +187,9 @@ func (k *Key) option(word, name, value string) error {
 	case "admin":
 		k.Admin = true
 		return nil
+	case "metrics":
+		k.Metrics = true
+		return nil
 	}
 	if name == "salt" {
 		k.Tenant = value
@@ -196,7 +199,7 @@ func (k *Key) option(word, name, value string) error {
 		"max_in_flight": &k.Limits.InFlight, "requests_per_minute": &k.Limits.RequestsPerMinute, "tokens_per_minute": &k.Limits.TokensPerMinute,
 	}[name]
 	if to == nil {
-		known := []string{"salt=", "router", "admin", "max_in_flight=", "requests_per_minute=", "tokens_per_minute="}
+		known := []string{"salt=", "router", "admin", "metrics", "max_in_flight=", "requests_per_minute=", "tokens_per_minute="}
 		return strictjson.Unknown(name, known)
 	}
 	n, err := strconv.Atoi(value)

@@ -73,7 +73,7 @@ func (r *Router) Registrar() http.Handler {
 			w.Header().Set(register.NonceHeader, nonce)
 		}
 		if err != nil {
-			r.auditRefusal(req, status, err)
+			r.auditRefusal(req, err)
 			refuse(w, status, "registration_refused", err.Error())
 			return
 		}
@@ -127,34 +127,12 @@ func (r *Router) register(req *http.Request) (status int, nonce string, err erro
 	return http.StatusOK, nonce, nil
 }
 
-// auditPause is how long a line about a refused registration stands for those that come after it.
-const auditPause = 10 * time.Second
-
-// refusals are registrations that were refused and are not in the log yet.
-type refusals struct {
-	mu     sync.Mutex
-	last   time.Time
-	untold int
-}
-
-// due counts one more, and says how many a line is to tell; 0: none is due.
-func (f *refusals) due(now time.Time) (untold int) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.untold++
-	if now.Sub(f.last) < auditPause {
-		return 0
-	}
-	untold, f.untold, f.last = f.untold, 0, now
-	return untold
-}
-
-// auditRefusal keeps a refused registration in the log. That a nonce is lacking or old is no refusal: it is how each engine gets one.
-func (r *Router) auditRefusal(req *http.Request, status int, err error) {
-	if status == http.StatusConflict {
+// auditRefusal keeps a refused registration in the log. That an engine has no nonce yet is no refusal: so it gets one.
+func (r *Router) auditRefusal(req *http.Request, err error) {
+	if errors.Is(err, errNonce) {
 		return
 	}
-	if n := r.refusals.due(time.Now()); n > 0 {
+	if n := r.refusals.Due(time.Now()); n > 0 {
 		apikeys.Act{Action: "register", Remote: req.RemoteAddr, Result: err.Error()}.Log(r.config.Log, "refused", n)
 	}
 }
@@ -231,8 +209,17 @@ func (p *pool) moved(to int) {
 	}
 	for i := range p.known {
 		if i != to && p.known[i].engine == engine && p.table.instances[i].role == p.table.instances[to].role {
+			p.auditLeave(i, "moved")
 			p.disclaim(i, byRegistration)
 		}
+	}
+}
+
+// auditLeave keeps in the log that an instance is not registered any more, though it has not said so. The caller holds mu.
+func (p *pool) auditLeave(i int, why string) {
+	if k := &p.known[i]; k.sources&byRegistration != 0 {
+		apikeys.Act{Action: "register", Key: k.by, Result: why}.
+			Log(p.log, "instance", p.urls[i].Host, "role", p.table.instances[i].role.String(), "leaves", true)
 	}
 }
 
@@ -286,8 +273,17 @@ func (f *freshness) check(who string, m *register.Message, now time.Time) (nonce
 		}
 		f.nonces[who] = newID()
 	}
-	return f.nonces[who], errors.New("the registration has no valid nonce: it must have the one of this answer")
+	if known && m.Nonce != register.NoNonce {
+		return f.nonces[who], errReplay
+	}
+	return f.nonces[who], errNonce
 }
+
+// What is wrong with a nonce. Engines begin without one, and after the router has begun again they have one that it does not know.
+var (
+	errNonce  = errors.New("the registration has no valid nonce: it must have the one of this answer")
+	errReplay = errors.New("the registration has an earlier nonce, as a copy of an earlier one has: it must have that of this answer")
+)
 
 // freshKey is how freshness knows an instance.
 func freshKey(part role, host string) string { return part.String() + " " + host }
@@ -315,6 +311,7 @@ func (p *pool) expire(ttl time.Duration) {
 	defer p.mu.Unlock()
 	for i := range p.known {
 		if k := &p.known[i]; k.sources&byRegistration != 0 && time.Since(k.seen) >= ttl {
+			p.auditLeave(i, "expired")
 			p.disclaim(i, byRegistration)
 		}
 	}

@@ -100,7 +100,7 @@ type Config struct {
 	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
 	UpstreamKey string // API key that instances get instead of the client's; empty: none
 	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
-	// the router is, and gets nothing else. A request's cache_salt becomes one within its client's tenant. Nil: there are
+	// the router is, and gets nothing else; with one that does not watch it learns no more from there. A request's cache_salt becomes one within its client's tenant. Nil: there are
 	// no keys.
 	Key func(authorization string) *apikeys.Key
 
@@ -142,7 +142,7 @@ type Router struct {
 	asker    *asker
 	ending   time.Duration // maxEnding, but in tests
 	draining atomic.Bool
-	refusals refusals // of registrations
+	refusals apikeys.Refusals // of registrations
 }
 
 // New makes a Router. Errors name the URL that is wrong.
@@ -227,7 +227,7 @@ func (r *Router) route() {
 	handle("GET", "/v1/models/{model...}", r.models)
 	handle("GET", "/health", r.health)
 	if r.config.Gatherer != nil {
-		handle("GET", "/metrics", promhttp.HandlerFor(r.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+		handle("GET", "/metrics", r.watched(promhttp.HandlerFor(r.config.Gatherer, promhttp.HandlerOpts{})))
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))
@@ -468,10 +468,11 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 	h := r.pool.health()
 	answer := struct {
 		Status       string           `json:"status"` // ok, degraded (no prefill instance, or none that fits), unavailable, draining
+		TLS          bool             `json:"tls"`    // the port speaks HTTPS
 		Instances    []InstanceHealth `json:"instances,omitempty"`
 		Incompatible []Misfit         `json:"incompatible,omitempty"`
 		Recomputing  []Misfit         `json:"recomputing,omitempty"` // pairs whose hand-offs are all wasted
-	}{"ok", h.instances, h.incompatible, h.recomputing}
+	}{"ok", req.TLS != nil, h.instances, h.incompatible, h.recomputing}
 	code := http.StatusOK
 	switch {
 	case r.draining.Load():
@@ -481,12 +482,26 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 	case h.everPrefill && !h.paired:
 		answer.Status = "degraded"
 	}
-	if _, known := r.keyOf(req); !known {
+	if k, known := r.keyOf(req); !known || !k.Watches() {
 		answer.Instances, answer.Incompatible, answer.Recomputing = nil, nil, nil
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
 	_ = json.NewEncoder(w).Encode(answer) // a client that left needs no answer
+}
+
+// watched lets only clients through that may see what is about all tenants.
+func (r *Router) watched(next http.Handler) http.HandlerFunc {
+	return func(w http.ResponseWriter, req *http.Request) {
+		switch k, known := r.keyOf(req); {
+		case !known: // any more
+			refuse(w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+		case !k.Watches():
+			refuse(w, http.StatusForbidden, "metrics_key_required", apikeys.WantMetrics)
+		default:
+			next.ServeHTTP(w, req)
+		}
+	}
 }
 
 // newSeed is 64 random bits.

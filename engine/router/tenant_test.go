@@ -3,9 +3,11 @@ package router
 import (
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
@@ -18,7 +20,7 @@ func onlyKey(authorization string) *apikeys.Key {
 	if authorization != "Bearer k" {
 		return nil
 	}
-	return &apikeys.Key{Name: "k", ID: KeyID("k")}
+	return &apikeys.Key{Name: "k", ID: KeyID("k"), Admin: true}
 }
 
 // anyKey knows every key.
@@ -158,4 +160,28 @@ func TestLimitsOfAKey(t *testing.T) {
 	require.Contains(t, text, "alice may send 2 requests a minute (requests_per_minute)")
 	require.NotEmpty(t, resp.Header.Get("Retry-After"))
 	require.Equal(t, 4, allowed("shared"))
+}
+
+// What is about all tenants is for clients whose line says so. Others learn as little as one without a key.
+func TestWatchingNeedsAnOption(t *testing.T) {
+	d := serveInstance(t, tokens)
+	registry := prometheus.NewRegistry()
+	f := serveRouter(t, Config{Decode: urls(d), OwnKeys: true, Metrics: registry, Gatherer: registry, Key: func(authorization string) *apikeys.Key {
+		if authorization == "Bearer watch" {
+			return &apikeys.Key{Name: "watch", Tenant: "watch", Metrics: true}
+		}
+		return tenants(authorization)
+	}})
+	for key, want := range map[string]int{"mallory": 401, "alice": 403, "watch": 200} {
+		for path, code := range map[string]int{"/metrics": want, "/health": 200} {
+			r := httptest.NewRequestWithContext(t.Context(), "GET", path, nil)
+			r.Header.Set("Authorization", "Bearer "+key)
+			w := httptest.NewRecorder()
+			f.router.ServeHTTP(w, r)
+			require.Equal(t, code, w.Code, "%s %s", key, path)
+			if path == "/health" {
+				require.Equal(t, key == "watch", strings.Contains(w.Body.String(), d.URL), w.Body.String())
+			}
+		}
+	}
 }

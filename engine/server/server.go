@@ -57,7 +57,8 @@ type Config struct {
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
 	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
-	// the engine is and how many requests it serves at once, and gets nothing else. Nil: there are no keys.
+	// the engine is and how many requests it serves at once, and gets nothing else; with one that does not watch it learns no
+	// more from there. Nil: there are no keys.
 	Key func(authorization string) *apikeys.Key
 
 	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
@@ -95,7 +96,8 @@ type Server struct {
 	metrics  *metrics
 	mux      *http.ServeMux
 	draining atomic.Bool
-	warned   atomic.Int64 // when an unknown field was last told as a warning, Unix nanoseconds
+	refusals apikeys.Refusals // of resets
+	warned   atomic.Int64     // when an unknown field was last told as a warning, Unix nanoseconds
 	started  time.Time
 }
 
@@ -142,7 +144,7 @@ func (s *Server) routes() *http.ServeMux {
 	handle("POST", "/reset_prefix_cache", s.reset)
 	handle("POST", "/tokenize", s.tokenize)
 	if s.config.Gatherer != nil {
-		handle("GET", "/metrics", promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+		handle("GET", "/metrics", s.watched(promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{})))
 	}
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		e := &Error{http.StatusNotFound, "invalid_request_error", "", "not_found", "there is no " + r.URL.Path}
@@ -458,9 +460,10 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	answer := struct {
 		Status      string `json:"status"`        // ok, degraded (connector not ready), draining
 		MaxInFlight int    `json:"max_in_flight"` // requests beyond these get a 429: routers without a key must know it, too
+		TLS         bool   `json:"tls"`           // the port speaks HTTPS
 		*details           // nil: for strangers
-	}{Status: "ok", MaxInFlight: s.fair.places}
-	if _, err := s.keyOf(r); err == nil {
+	}{Status: "ok", MaxInFlight: s.fair.places, TLS: r.TLS != nil}
+	if key, err := s.keyOf(r); err == nil && key.Watches() {
 		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: running}
 		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
 			answer.KV = &kv{fit, s.config.Events}
@@ -493,7 +496,7 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 	if key != nil {
 		act.Key = key.Name
 	}
-	act.Log(s.config.Log)
+	s.audit(act, err)
 	if err == nil {
 		err = s.sendJSON(w, http.StatusOK, struct {
 			Reset bool `json:"reset"`
@@ -501,6 +504,32 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 	}
 	if err != nil {
 		asError(err).Write(w)
+	}
+}
+
+// audit keeps an act in the log, and of refused ones a line once in a while.
+func (s *Server) audit(act apikeys.Act, err error) {
+	if e, refused := errors.AsType[*Error](err); !refused || e.Status >= http.StatusInternalServerError {
+		act.Log(s.config.Log)
+		return
+	}
+	if n := s.refusals.Due(time.Now()); n > 0 {
+		act.Log(s.config.Log, "refused", n)
+	}
+}
+
+// watched lets only clients through that may see what is about all tenants.
+func (s *Server) watched(next http.Handler) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		key, err := s.keyOf(r)
+		if err == nil && !key.Watches() {
+			err = &Error{http.StatusForbidden, "invalid_request_error", "", "metrics_key_required", apikeys.WantMetrics}
+		}
+		if err != nil {
+			asError(err).Write(w)
+			return
+		}
+		next.ServeHTTP(w, r)
 	}
 }
 

@@ -8,11 +8,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/host"
 )
 
 // onlyKey knows the key k.
@@ -20,7 +22,7 @@ func onlyKey(authorization string) *apikeys.Key {
 	if authorization != "Bearer k" {
 		return nil
 	}
-	return &apikeys.Key{Name: "k"}
+	return &apikeys.Key{Name: "k", Admin: true}
 }
 
 // tenants are the clients of these tests: each key is its client's name.
@@ -31,6 +33,7 @@ func tenants(authorization string) *apikeys.Key {
 		"Bearer shared": {Name: "shared"},
 		"Bearer router": {Name: "router", Router: true},
 		"Bearer admin":  {Name: "admin", Tenant: "admin", Admin: true},
+		"Bearer watch":  {Name: "watch", Tenant: "watch", Metrics: true},
 	}
 	return keys[authorization]
 }
@@ -92,14 +95,48 @@ func TestKeyIsGone(t *testing.T) {
 
 // The cache is everybody's, so only some may empty it, and the log says who did.
 func TestResetNeedsAnAdmin(t *testing.T) {
-	var log bytes.Buffer
-	f := serve(t, &script{}, func(c *Config) {
-		c.Key, c.Log = tenants, slog.New(slog.NewTextHandler(&log, nil))
-	})
 	for key, want := range map[string]int{"alice": 403, "router": 403, "admin": 200} {
-		log.Reset()
+		var log bytes.Buffer
+		f := serve(t, &script{}, func(c *Config) {
+			c.Key, c.Log = tenants, slog.New(slog.NewTextHandler(&log, nil))
+		})
 		require.Equal(t, want, postAs(t, f.server, key, "/reset_prefix_cache", "").Code, key)
 		require.Contains(t, log.String(), `level=INFO msg=audit action=reset key=`+key+` remote=192.0.2.7:123 result=`, key)
 		require.Equal(t, want == 200, strings.HasSuffix(log.String(), "result=ok\n"), log.String())
+		for range 100 {
+			require.Equal(t, want, postAs(t, f.server, key, "/reset_prefix_cache", "").Code, key)
+		}
+		lines := 1 // whoever is refused does not fill the log
+		if want == 200 {
+			lines = 101
+		}
+		require.Equal(t, lines, strings.Count(log.String(), "msg=audit"))
 	}
+}
+
+// What is about all tenants is for clients whose line says so. Others learn as little as one without a key.
+func TestWatchingNeedsAnOption(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	f := serve(t, &fitting{fit: host.Fit{Role: "none", Model: "m"}}, func(c *Config) { c.Key, c.Metrics, c.Gatherer = tenants, registry, registry })
+	get := func(key, path string) (int, string) {
+		r := httptest.NewRequestWithContext(t.Context(), "GET", path, nil)
+		r.Header.Set("Authorization", "Bearer "+key)
+		w := httptest.NewRecorder()
+		f.server.ServeHTTP(w, r)
+		return w.Code, w.Body.String()
+	}
+	for key, watches := range map[string]bool{"alice": false, "admin": true, "watch": true, "router": true} {
+		code, body := get(key, "/health")
+		require.Equal(t, 200, code)
+		metrics, _ := get(key, "/metrics")
+		if !watches {
+			require.JSONEq(t, `{"status":"ok","max_in_flight":256,"tls":false}`, body)
+			require.Equal(t, 403, metrics)
+			continue
+		}
+		require.Contains(t, body, `"kv":`, key)
+		require.Equal(t, 200, metrics, key)
+	}
+	code, _ := get("mallory", "/metrics")
+	require.Equal(t, 401, code)
 }

@@ -30,7 +30,7 @@ func load(path string) (_ *Ring, _ fs.FileInfo, err error) {
 			err = fmt.Errorf("key file %s: %w", path, err)
 		}
 	}()
-	data, info, err := readOwn(path, maxFile)
+	data, info, err := readOwn(path, maxFile, false)
 	if refused, is := errors.AsType[*openError](err); is {
 		return nil, nil, refuse("%w", refused)
 	}
@@ -47,13 +47,14 @@ type openError struct{ text string }
 // Error implements error.
 func (e *openError) Error() string { return e.text }
 
-// ReadOwn reads a file that only its owner can read, of any kind: the first most+1 bytes of it.
+// ReadOwn reads a file that only its owner can read, of any kind: the first most+1 bytes of it. A group may read it, too, if the
+// owner is root and this process is not, for which there is no other way.
 func ReadOwn(path string, most int) ([]byte, error) {
-	data, _, err := readOwn(path, most)
+	data, _, err := readOwn(path, most, true)
 	return data, err
 }
 
-func readOwn(path string, most int) ([]byte, fs.FileInfo, error) {
+func readOwn(path string, most int, ofRoot bool) ([]byte, fs.FileInfo, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO must not block us
 	if err != nil {
 		return nil, nil, err
@@ -66,11 +67,21 @@ func readOwn(path string, most int) ([]byte, fs.FileInfo, error) {
 	if !info.Mode().IsRegular() {
 		return nil, nil, &openError{"it is no regular file"}
 	}
-	if perm := info.Mode().Perm(); perm&0o077 != 0 {
+	perm := info.Mode().Perm()
+	if sys, ok := info.Sys().(*syscall.Stat_t); exposed(perm, ofRoot && ok && sys.Uid == 0 && os.Geteuid() != 0) {
 		return nil, nil, &openError{fmt.Sprintf("mode %#o lets others read it, use chmod 600", perm)}
 	}
 	data, err := io.ReadAll(io.LimitReader(file, int64(most)+1))
 	return data, info, err
+}
+
+// exposed reports whether others than those who shall read a file may use it. One of root's that a process of another user shall
+// read, such as a mounted secret of Kubernetes, is for the group that root has given it.
+func exposed(perm fs.FileMode, ofRoot bool) bool {
+	if ofRoot {
+		perm &^= 0o040
+	}
+	return perm&0o077 != 0
 }
 
 // File is a file of keys that may change while it is in use. It is safe for concurrent use, except that Watch runs once.
@@ -236,7 +247,7 @@ func RewriteOwn(path string, most int, edit func([]byte) ([]byte, error)) (err e
 	if err := syscall.Flock(int(folder.Fd()), syscall.LOCK_EX); err != nil {
 		return fmt.Errorf("key file %s: lock its folder: %w", path, err)
 	}
-	data, info, err := readOwn(path, most)
+	data, info, err := readOwn(path, most, false)
 	if err != nil {
 		return fmt.Errorf("key file %s: %w", path, err)
 	}

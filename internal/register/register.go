@@ -50,6 +50,9 @@ func IsGroup(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' })
 }
 
+// NoNonce is the nonce of a registration whose engine has got none yet.
+const NoNonce = "none"
+
 // Client registers one engine with one router. Its methods are for one goroutine at a time, except Counts.
 type Client struct {
 	URL   string                   // of the router's registrar: http://HOST:PORT, https://HOST:PORT or unix:///PATH
@@ -159,7 +162,7 @@ func (c *Client) target() string {
 }
 
 func (c *Client) post(ctx context.Context, m Message) error {
-	m.Nonce, m.At = cmp.Or(c.nonces[m.Type], "none"), time.Now().UnixNano()
+	m.Nonce, m.At = cmp.Or(c.nonces[m.Type], NoNonce), time.Now().UnixNano()
 	body, err := json.Marshal(m)
 	if err != nil {
 		return err
