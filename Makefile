@@ -29,7 +29,7 @@ VLLM_DIR  ?= .deps/vllm
 PART      ?= 1/1
 
 # What takes longest begins first, beside everything else.
-LONGEST   := ./verify/acceptance ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
+LONGEST   := ./verify/acceptance ./verify/acceptance/planted ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
 UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/simulate ./plugins/...

@@ -129,6 +129,13 @@ func (e *Env) Validate() error {
 // block.
 const ArenaBlockHead = 256
 
+// Reshapes reports whether engines of other shapes can load from each other through the connector: it keeps finished blocks
+// for consumers, and reads those of another engine whole.
+func (i *Info) Reshapes() bool {
+	const powers = CanHold | CanReshape
+	return i.Capabilities&powers == powers
+}
+
 // ArenaSize is the size in bytes of the arena for an engine with that layout and world ranks. To ArenaBytes
 // it adds, for each of ArenaBlocks and each rank, the bytes of the largest group's block and
 // ArenaBlockHead, times the number of the engine's blocks that hold ArenaBlockTokens. A size beyond the

@@ -38,6 +38,7 @@ type Host struct {
 	sources   *Region           // where blocks of engines of other shapes are read to; nil: none come
 	window    int64             // the size of each of its parts
 	copies    *scratch          // where no plugin can write, for copies of what was read
+	others    sourceHashers     // of engines of other shapes
 	tickets   *ticketSigner
 	tenant    string // names the tenant secret
 	keys      *keyring.File

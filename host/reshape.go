@@ -47,8 +47,7 @@ func newSources(size int64) (*Region, error) {
 // openReshape has our tickets made for engines of other shapes, and theirs accepted, where connector and engine can do
 // it. What a lossy connector brings no digest verifies, so it is not cut either.
 func (h *Host) openReshape() {
-	const powers = connector.CanHold | connector.CanReshape
-	if h.info.Capabilities&powers != powers || h.info.Lossy || h.eng.Base == (connector.Fingerprint{}) || h.eng.Addresses == nil {
+	if !h.info.Reshapes() || h.info.Lossy || h.eng.Base == (connector.Fingerprint{}) || h.eng.Addresses == nil {
 		return
 	}
 	h.cuts = true
@@ -129,6 +128,37 @@ func (c *cutter) fit(size int64) (int, error) {
 	return n, nil
 }
 
+// maxShapes bounds the engines of other shapes whose hashers are kept. Beyond it all are made again.
+const maxShapes = 16
+
+// sourceHashers are those of engines of other shapes, by engine. Each derives its keys from the ring once.
+type sourceHashers struct {
+	mu sync.Mutex
+	of map[sourceShape][]*digest.Hasher
+}
+
+type sourceShape struct {
+	shape connector.Fingerprint
+	world int
+}
+
+// hashersOf are those of a source's ranks.
+func (h *Host) hashersOf(src *tracker.Source) []*digest.Hasher {
+	c := &h.others
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	name := sourceShape{src.Shape, src.World}
+	if c.of[name] == nil {
+		if c.of == nil || len(c.of) >= maxShapes {
+			c.of = map[sourceShape][]*digest.Hasher{}
+		}
+		for rank := range src.World {
+			c.of[name] = append(c.of[name], h.hasher(src.Shape, connector.Shard{Rank: rank, World: src.World}))
+		}
+	}
+	return c.of[name]
+}
+
 // reshaping is one load from an engine of another shape.
 type reshaping struct {
 	h    *Host
@@ -159,9 +189,7 @@ func (h *Host) newReshaping(a *tracker.Move) (*reshaping, int, error) {
 		h: h, move: a, cutter: *c, load: a.Reshape(h.eng.Layout.Groups), here: map[tracker.Read]tracker.Target{}, faults: map[tracker.Read]error{},
 	}
 	r.one, r.size = packed(c.layout, 1, 0, 0)
-	for rank := range a.Source.World {
-		r.hashers = append(r.hashers, h.hasher(a.Source.Shape, connector.Shard{Rank: rank, World: a.Source.World}))
-	}
+	r.hashers = h.hashersOf(a.Source)
 	for _, t := range r.load.Targets() {
 		r.here[tracker.Read{Group: t.Group, Place: t.From / h.eng.Layout.Groups[t.Group].BlockTokens}] = t
 	}

@@ -2,6 +2,7 @@ package host
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"os"
@@ -302,6 +303,23 @@ func TestReshapeMulti(t *testing.T) {
 	d.loadCut("x", ticket, own, 128, 20)
 	require.NoError(t, d.next(Loaded).Err)
 	prompt{p, tr.Blocks}.sameAs(prompt{d, blocksOf(own, 20)}, 128)
+}
+
+// TestReshapeHashers: the keys of an engine of another shape are derived once, and not of more engines than there may be.
+func TestReshapeHashers(t *testing.T) {
+	h := cuts(t, "d", nil, "base").Host
+	src := tracker.Source{Shape: connector.NewFingerprint("p"), World: 4}
+	first := h.hashersOf(&src)
+	require.Len(t, first, 4)
+	require.Same(t, first[3], h.hashersOf(&src)[3])
+	more := src
+	more.World = 2
+	require.Len(t, h.hashersOf(&more), 2)
+	for i := range 5 * maxShapes {
+		more.Shape = connector.NewFingerprint(fmt.Sprint(i))
+		h.hashersOf(&more)
+		require.LessOrEqual(t, len(h.others.of), maxShapes)
+	}
 }
 
 // TestReshapeNamesSlots: the blocks that a plugin's error names are slots of the memory that it reads into. Whatever

@@ -98,11 +98,11 @@ func (c *Config) box(kernel sandbox.Support) (box, error) {
 	staged := set.Trust == TrustStaged
 	switch {
 	case set.CrossMemory:
-		return box{why: "kvport.cross_memory is true", warn: true}, nil
+		return box{why: "kvport.cross_memory is true", warn: true, kernel: kernel}, nil
 	case set.Sandbox == SandboxOff:
-		return box{why: "kvport.sandbox is off", warn: staged}, nil
+		return box{why: "kvport.sandbox is off", warn: staged, kernel: kernel}, nil
 	case set.Sandbox != SandboxOn && !staged:
-		return box{why: "kvport.trust is in-place"}, nil
+		return box{why: "kvport.trust is in-place", kernel: kernel}, nil
 	}
 	var why string
 	switch {
@@ -119,7 +119,7 @@ func (c *Config) box(kernel sandbox.Support) (box, error) {
 	if set.Sandbox == SandboxOn {
 		return box{}, fmt.Errorf(`%w: kvport.sandbox: is "on", but there is none that keeps files and memory from a plugin: %s`, ErrConfig, why)
 	}
-	return box{why: why, warn: true}, nil
+	return box{why: why, warn: true, kernel: kernel}, nil
 }
 
 // settle says which needs the plugin has that runs in it: to a network the kernel may have less to say.
@@ -158,8 +158,7 @@ func (b *box) tell(log *slog.Logger, name string, withheld []string) {
 
 // search is the sandbox in which files of the plugin folders that may be any connector's are asked for their names: one of them may be a plugin that is
 // trusted less than the one which is looked for. It is nil where there is none.
-func (c *Config) search() *sandbox.Spec {
-	kernel := sandbox.Probe()
+func (c *Config) search(kernel *sandbox.Support) *sandbox.Spec {
 	if c.trampoline == "" || !kernel.Any() {
 		return nil
 	}

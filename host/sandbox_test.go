@@ -110,7 +110,7 @@ func TestSandboxedSearch(t *testing.T) {
 	require.NoError(t, err)
 	for _, program := range []string{Self, ""} {
 		cfg.SandboxedBy(program)
-		_, _, err := resolve(t.Context(), cfg, []string{folder}, &box{})
+		_, _, err := resolve(t.Context(), cfg, []string{folder}, &box{kernel: kernel})
 		require.ErrorContains(t, err, "TestConnector", "it was asked")
 		_, err = os.Stat(filepath.Join(folder, "marked"))
 		require.Equal(t, program == "", err == nil, "%q: %v", program, err)
@@ -164,6 +164,7 @@ func TestSandboxModes(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, c.on, b.on, c.kvport)
 		require.Equal(t, c.warn, b.warn, c.kvport)
+		require.Equal(t, c.kernel, b.kernel, "the kernel is asked once: the search for plugins has a sandbox, too")
 		require.Contains(t, b.why, c.why)
 		state, lacks := b.state()
 		require.Equal(t, map[bool]string{true: "on", false: "off"}[c.on], map[string]string{"on": "on", "partial": "on", "off": "off"}[state])

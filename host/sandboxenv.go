@@ -29,11 +29,14 @@ func (c *Config) owns(name string) bool {
 	return more && word != "" && strings.HasPrefix(strings.ToUpper(c.Connector), word)
 }
 
+// everywhere are variables of paths that every program has.
+func everywhere() []string { return []string{"HOME", "TMPDIR", "XDG_CACHE_HOME"} }
+
 // harmless reports whether a plugin in a sandbox may have a variable that the operator does not list.
 func (c *Config) harmless(name string) bool {
 	within := func(part string) bool { return strings.Contains(name, part) }
 	begins := func(prefix string) bool { return strings.HasPrefix(name, prefix) }
-	if slices.Contains([]string{"HOME", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"}, name) || c.owns(name) {
+	if name == librariesPath || slices.Contains(everywhere(), name) || c.owns(name) {
 		return true
 	}
 	return slices.ContainsFunc(usual(), begins) && !slices.ContainsFunc(secretWords(), within)
@@ -71,7 +74,7 @@ func (c *Config) holdsPath(name string, write bool) bool {
 	switch {
 	case name == librariesPath:
 		return !write
-	case slices.Contains([]string{"HOME", "TMPDIR", "PATH", "PWD", "KVPORT_PLUGIN_PATH"}, name), slices.ContainsFunc([]string{"XDG_", "LD_"}, begins):
+	case slices.Contains(everywhere(), name), slices.Contains([]string{"PATH", "PWD", "KVPORT_PLUGIN_PATH"}, name), slices.ContainsFunc([]string{"XDG_", "LD_"}, begins):
 		return false
 	case slices.Contains(c.Settings.Environment, name), c.owns(name):
 		return true

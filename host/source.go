@@ -268,7 +268,7 @@ func Find(paths []string, name string) (*Binary, error) {
 func resolve(ctx context.Context, cfg *Config, paths []string, b *box) (*plugin.Program, *Manifest, error) {
 	prog, m, err := plugin.Resolve(ctx, &plugin.Wanted{
 		Connector: cfg.Connector, Paths: paths, Module: cfg.ModulePath, SHA256: cfg.Settings.PluginSHA256, Composed: []string{MultiName},
-		Handshake: cfg.Settings.Deadlines.Handshake, Sandbox: cfg.confine(b, nil, connector.Needs{}).spec(), Search: cfg.search(),
+		Handshake: cfg.Settings.Deadlines.Handshake, Sandbox: cfg.confine(b, nil, connector.Needs{}).spec(), Search: cfg.search(&b.kernel),
 	})
 	return prog, (*Manifest)(m), err
 }

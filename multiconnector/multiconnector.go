@@ -48,10 +48,7 @@ func (c *Child) isSharedStore() bool { return c.Info.Scope == connector.ScopeSha
 func (c *Child) fetches() bool { return c.Info.MatchFetches && c.Role.Loads() }
 
 // reshapes reports whether the child can load from engines of other shapes.
-func (c *Child) reshapes() bool {
-	const powers = connector.CanHold | connector.CanReshape
-	return c.Info.Capabilities&powers == powers && c.Role.Loads()
-}
+func (c *Child) reshapes() bool { return c.Info.Reshapes() && c.Role.Loads() }
 
 // mayHave reports whether the child can be asked for a block: only one that keeps finished blocks can
 // have a partial one, which has no key.

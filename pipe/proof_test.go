@@ -339,6 +339,9 @@ func TestAcceptorDropsTheOldestStranger(t *testing.T) {
 		return conn.Close()
 	})
 	defer a.Close()
+	a.mu.Lock()
+	a.look = time.Now().Add(time.Hour) // nobody knows who they are
+	a.mu.Unlock()
 	first, err := net.Dial("tcp", a.Addr().String())
 	require.NoError(t, err)
 	defer first.Close()

@@ -97,17 +97,19 @@ const (
 	handshakeTimeout = 5 * time.Second
 	acceptPause      = 20 * time.Millisecond
 	maxPending       = 64 // limit of handshakes at the same time, and of links that nobody has accepted yet
+	maxOthers        = 16 // of these, handshakes of one other user of this machine
 )
 
 // handshake is a connection from a peer that has not yet proved who it is.
 type handshake struct {
 	conn   net.Conn
 	cancel context.CancelFunc
+	party  *party // nil: not looked up yet
 }
 
 // Acceptor is the common part of listeners whose links begin with a connection. It accepts connections,
-// shakes hands with a bounded number of strangers at the same time, drops the oldest of them when one more
-// comes, and keeps the resulting links until they are accepted. Its methods may be called concurrently.
+// shakes hands with a bounded number of strangers at the same time, drops the oldest of those who have the most
+// of them when one more comes, and keeps the resulting links until they are accepted. Its methods may be called concurrently.
 // [NewAcceptor] makes one.
 type Acceptor struct {
 	inner  net.Listener
@@ -120,6 +122,7 @@ type Acceptor struct {
 
 	mu         sync.Mutex
 	handshakes []*handshake // the oldest first
+	look       time.Time    // when it may be looked up again whose they are
 }
 
 // Greet shakes hands on a connection. It may offer a link to the acceptor, now or when a later connection
@@ -187,7 +190,7 @@ func (a *Acceptor) run() {
 			}
 		}
 		ctx, cancel := context.WithTimeout(a.ctx, handshakeTimeout)
-		h := &handshake{conn, cancel}
+		h := &handshake{conn: conn, cancel: cancel}
 		a.begin(h)
 		a.tasks.Go(func() {
 			defer a.end(h)
@@ -198,18 +201,31 @@ func (a *Acceptor) run() {
 	}
 }
 
-// begin records a handshake. When there are too many, it ends the oldest, so that silent strangers keep
-// nobody out.
+// begin records a handshake. When there are too many, it ends another one, so that silent strangers keep nobody out.
 func (a *Acceptor) begin(h *handshake) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if len(a.handshakes) >= maxPending {
-		oldest := a.handshakes[0]
-		a.handshakes = a.handshakes[1:]
-		oldest.cancel()
-		_ = oldest.conn.Close()
-	}
 	a.handshakes = append(a.handshakes, h)
+	if len(a.handshakes) <= maxOthers {
+		return // they all may stay, whoever they are
+	}
+	// The kernel's tables grow with the sockets that strangers open, so reading them gets a tenth of the time at most.
+	var who *parties
+	began := time.Now()
+	if !began.Before(a.look) {
+		who = newParties()
+	}
+	i := excess(a.handshakes, who)
+	if who != nil {
+		now := time.Now()
+		a.look = now.Add(9 * now.Sub(began))
+	}
+	if i >= 0 {
+		dropped := a.handshakes[i]
+		a.handshakes = slices.Delete(a.handshakes, i, i+1)
+		dropped.cancel()
+		_ = dropped.conn.Close()
+	}
 }
 
 func (a *Acceptor) end(h *handshake) {
@@ -227,6 +243,14 @@ const (
 	tcp6Table = "/proc/net/tcp6"
 )
 
+// tableOf is the table that has the socket at an address.
+func tableOf(a *net.TCPAddr) string {
+	if a.IP.To4() == nil {
+		return tcp6Table
+	}
+	return tcpTable
+}
+
 // passedOnByUs reports whether the process at the other end of a connection over loopback, which forwards
 // what somebody else says, belongs to this user or to root. One example is a forwarder between two
 // container networks. The result is false if the owner is unknown.
@@ -236,11 +260,7 @@ func passedOnByUs(conn net.Conn) bool {
 	if !isTCP || !alike || !peer.IP.IsLoopback() {
 		return false
 	}
-	path := tcpTable
-	if peer.IP.To4() == nil {
-		path = tcp6Table
-	}
-	table, err := os.ReadFile(path)
+	table, err := os.ReadFile(tableOf(peer))
 	if err != nil {
 		return false
 	}

@@ -153,6 +153,21 @@ func TestRemoteConformance(t *testing.T) {
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)
 }
 
+// TestPlainTextBeyondMachine: a server on another machine without TLS needs a word in the config.
+func TestPlainTextBeyondMachine(t *testing.T) {
+	clean(t)
+	t.Setenv(prefix+"L2_CACHE_BACKEND", "REDIS")
+	t.Setenv(prefix+"REDIS_URL", "redis://10.0.0.1")
+	_, err := sdk.DecodeConfig[aibrix.Config](json.RawMessage(`{}`))
+	require.ErrorIs(t, err, connector.ErrIncompatible)
+	require.ErrorContains(t, err, prefix+"REDIS_URL has the address 10.0.0.1:6379: plain text beyond this machine; write rediss:// for TLS, or set allow_plaintext")
+	_, err = sdk.DecodeConfig[aibrix.Config](json.RawMessage(`{"allow_plaintext": true}`))
+	require.NoError(t, err)
+	t.Setenv(prefix+"REDIS_URL", "rediss://10.0.0.1")
+	_, err = sdk.DecodeConfig[aibrix.Config](json.RawMessage(`{}`))
+	require.NoError(t, err)
+}
+
 // TestBeyondMachine: a server on another machine is seen by others.
 func TestBeyondMachine(t *testing.T) {
 	clean(t)
@@ -165,6 +180,6 @@ func TestBeyondMachine(t *testing.T) {
 	t.Setenv(prefix+"L2_CACHE_BACKEND", "REDIS")
 	t.Setenv(prefix+"REDIS_URL", "redis://127.0.0.1:1")
 	require.Empty(t, describe())
-	t.Setenv(prefix+"REDIS_URL", "redis://10.0.0.1")
+	t.Setenv(prefix+"REDIS_URL", "rediss://10.0.0.1")
 	require.Equal(t, prefix+"REDIS_URL has the address 10.0.0.1:6379", describe())
 }

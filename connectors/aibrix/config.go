@@ -39,6 +39,8 @@ type Config struct {
 
 	RedisURL      json.RawMessage `json:"AIBRIX_KV_CACHE_OL_REDIS_URL,omitempty" jsonschema:"description=Ours: the server of L2 (redis:// rediss:// redis-cluster:// unix://)."`
 	RedisUsername json.RawMessage `json:"AIBRIX_KV_CACHE_OL_REDIS_USERNAME,omitempty" jsonschema:"description=Ours: its ACL user."`
+
+	AllowPlain bool `json:"allow_plaintext,omitempty" jsonschema:"default=false,description=Ours and no variable: talk without TLS to a server on another machine."`
 }
 
 // prefix begins every variable.
@@ -237,7 +239,7 @@ func (c Config) settings() (settings, error) {
 	if r.err != nil || !s.l2 {
 		return s, r.err
 	}
-	o, err := remote.ParseURL(url)
+	o, err := server(url, c.AllowPlain)
 	if err != nil {
 		r.fail(redisURL, "%v", err)
 		return s, r.err
@@ -248,6 +250,18 @@ func (c Config) settings() (settings, error) {
 	o.Timeout = min(time.Duration(wait)*time.Millisecond, 10*time.Minute)
 	s.remote = o
 	return s, nil
+}
+
+// server reads where L2 is. Without plain, others on the way must not be able to read what is sent there.
+func server(url string, plain bool) (remote.Options, error) {
+	o, err := remote.ParseURL(url)
+	if err != nil {
+		return o, err
+	}
+	if err := o.Private(); err != nil && !plain {
+		return o, fmt.Errorf("has the address %w; write rediss:// for TLS, or set allow_plaintext in kv_connector_extra_config", err)
+	}
+	return o, nil
 }
 
 // warn says what was set and has no effect, and what travels in plain text.

@@ -42,6 +42,8 @@ type Config struct {
 	Policy    json.RawMessage `json:"lmcache.cache_policy,omitempty" jsonschema:"description=Which block goes when memory is full: LRU (default) or FIFO; kvport adds ARC and S3FIFO."`
 	Timeout   json.RawMessage `json:"lmcache.blocking_timeout_secs,omitempty" jsonschema:"description=Longest time of an exchange with the remote store in seconds; default 10."`
 
+	AllowPlain bool `json:"allow_plaintext,omitempty" jsonschema:"default=false,description=Ours: talk without TLS to a remote store on another machine; an lm:// server has neither TLS nor a password."`
+
 	// What else LMCache's connector knows, without a prefix.
 	UseNative       json.RawMessage `json:"use_native,omitempty" jsonschema:"description=Of vLLM; no effect."`
 	DiscardPartial  json.RawMessage `json:"discard_partial_chunks,omitempty" jsonschema:"description=Of vLLM; no effect."`
@@ -224,6 +226,7 @@ func field(name string) string { return fmt.Sprintf("lmcache.%s (%s)", name, var
 // source finds values and keeps the first error.
 type source struct {
 	config, file map[string]string
+	plain        bool // a remote store may be spoken to without TLS
 	err          error
 }
 
@@ -271,7 +274,7 @@ func (s *source) truth(name string, byDefault bool) bool {
 
 // settings reads config, environment and file.
 func (c Config) settings() (*settings, error) {
-	src := &source{config: c.fields()}
+	src := &source{config: c.fields(), plain: c.AllowPlain}
 	out := &settings{idle: c.idle()}
 	if path := os.Getenv(fileVariable); path != "" {
 		values, idle, err := readFile(path)
@@ -355,6 +358,14 @@ func (out *settings) readRemote(src *source, url string, timeout time.Duration) 
 	o, err := remote.ParseURL(url)
 	if err != nil {
 		src.fail("remote_url", "%v; LMCache's other remote stores are not spoken, lm://HOST:PORT is", err)
+		return
+	}
+	if err := o.Private(); err != nil && !src.plain {
+		way := "write rediss:// for TLS"
+		if out.lm {
+			way = "LMCache's server has neither TLS nor a password: use rediss://, or a tunnel that begins at 127.0.0.1 and the same kvport.ticket_key_file on all machines"
+		}
+		src.fail("remote_url", "has the address %v; %s, or set allow_plaintext in kv_connector_extra_config", err, way)
 		return
 	}
 	o.Username, o.Password, o.CredentialField = os.Getenv(usernameVariable), os.Getenv(passwordVariable), passwordVariable

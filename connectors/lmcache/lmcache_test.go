@@ -233,6 +233,29 @@ func TestRemoteConformance(t *testing.T) {
 	conformance.Run(t, conformance.Wire(plugin(), json.RawMessage(config)), conformance.Store, conformance.Remote)
 }
 
+// TestPlainTextBeyondMachine: what travels to another machine without TLS needs a word in the config, wherever the address comes from.
+func TestPlainTextBeyondMachine(t *testing.T) {
+	clean(t)
+	refused := func(config, field string) {
+		_, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(config))
+		require.ErrorIs(t, err, connector.ErrIncompatible, config)
+		for _, part := range []string{field, "plain text beyond this machine", "allow_plaintext", "rediss://"} {
+			require.ErrorContains(t, err, part, config)
+		}
+	}
+	for _, url := range []string{"lm://cache.example:1", "lm://10.0.0.1:65432", "redis://10.0.0.1", "resp://cache.example:1", "valkey://10.0.0.1"} {
+		refused(fmt.Sprintf(`{"lmcache.remote_url": %q}`, url), "lmcache.remote_url")
+		_, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.remote_url": %q, "allow_plaintext": true}`, url)))
+		require.NoError(t, err, url)
+	}
+	for _, url := range []string{"lm://127.0.0.1:1", "lm://localhost:1", "redis://[::1]", "unix:///x", "rediss://10.0.0.1"} {
+		_, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.remote_url": %q}`, url)))
+		require.NoError(t, err, url)
+	}
+	t.Setenv("LMCACHE_REMOTE_URL", "lm://cache.example:1")
+	refused(`{}`, "LMCACHE_REMOTE_URL")
+}
+
 // TestBeyondMachine: a remote store on another machine is seen by others, wherever its address comes from.
 func TestBeyondMachine(t *testing.T) {
 	clean(t)
@@ -243,7 +266,7 @@ func TestBeyondMachine(t *testing.T) {
 	}
 	require.Empty(t, describe(`{}`))
 	require.Empty(t, describe(`{"lmcache.remote_url": "lm://127.0.0.1:1"}`))
-	require.Contains(t, describe(`{"lmcache.remote_url": "lm://cache.example:1"}`), "remote_url (LMCACHE_REMOTE_URL) has the address cache.example:1")
-	t.Setenv("LMCACHE_REMOTE_URL", "redis://10.0.0.1")
+	require.Contains(t, describe(`{"lmcache.remote_url": "lm://cache.example:1", "allow_plaintext": true}`), "remote_url (LMCACHE_REMOTE_URL) has the address cache.example:1")
+	t.Setenv("LMCACHE_REMOTE_URL", "rediss://10.0.0.1")
 	require.Contains(t, describe(`{}`), "10.0.0.1:6379")
 }

@@ -2,8 +2,14 @@ package nixl
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
 	"math/rand/v2"
+	"net"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -11,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // stat is the present value of one of an engine's numbers.
@@ -252,4 +259,40 @@ func TestSubscribe(t *testing.T) {
 	c, err := Config{Subscribe: []string{"127.0.0.1:5600", followTickets}}.settle(none)
 	require.NoError(t, err)
 	require.EqualValues(t, defaultEarly, c.EarlyBytes)
+}
+
+// TestLayersDoNotCome: the log has each reason why a producer's layers do not come, not only the first one.
+func TestLayersDoNotCome(t *testing.T) {
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	left := make(chan error, 1)
+	go func() { // a producer that hangs up, and then is gone
+		c, err := l.Accept()
+		if err == nil {
+			err = c.Close()
+		}
+		left <- errors.Join(err, l.Close())
+	}()
+	log := &testkit.Log{}
+	open(t, connector.RoleConsumer, Config{Subscribe: []string{l.Addr().String()}}, func(e *connector.Env) {
+		e.Log = slog.New(slog.NewTextHandler(log, nil))
+	})
+	require.NoError(t, <-left)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "connection refused") }, time.Minute, time.Millisecond)
+	require.Greater(t, strings.Count(log.String(), "layers do not come"), 1)
+}
+
+// TestReasons: each reason is logged once in a row, whichever port it names, and there is an end to them.
+func TestReasons(t *testing.T) {
+	from := func(port int, err error) error {
+		return fmt.Errorf("dial: %w", &net.OpError{Op: "read", Net: "tcp", Source: &net.TCPAddr{Port: port}, Err: err})
+	}
+	r := reasons{}
+	require.True(t, r.add(from(1, io.EOF)))
+	require.False(t, r.add(from(2, io.EOF)))
+	require.True(t, r.add(from(2, net.ErrClosed)))
+	for i := range 100 {
+		r.add(fmt.Errorf("reason %d", i))
+	}
+	require.Len(t, r, maxReasons)
 }

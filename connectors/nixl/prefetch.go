@@ -46,6 +46,7 @@ const (
 	maxRedial       = 2 * time.Second
 	redials         = 5               // of a producer that only a ticket has named
 	prefetchTimeout = 2 * time.Second // of one read
+	maxReasons      = 8               // that are logged in a row
 )
 
 // newPrefetch makes room for blocks; it returns nil where the config asks for no prefetching.
@@ -236,10 +237,26 @@ type prefetchSave struct {
 	layers int
 }
 
+// reasons are those for which a producer's layers do not come, in a row. Each is logged once.
+type reasons map[string]bool
+
+// add notes one, and says whether it belongs in the log.
+func (r reasons) add(err error) bool {
+	text := err.Error()
+	if op, is := errors.AsType[*net.OpError](err); is {
+		text = op.Op + ": " + op.Err.Error() // our own port is another one each time
+	}
+	if r[text] || len(r) >= maxReasons {
+		return false
+	}
+	r[text] = true
+	return true
+}
+
 // run dials again and again. Without always it gives up a producer that is gone.
 func (f *following) run(always bool) {
 	log := f.prefetch.rank.env.Log
-	pause, failed := redialPause, 0
+	pause, failed, said := redialPause, 0, reasons{}
 	for {
 		began := time.Now()
 		err := f.once()
@@ -251,8 +268,9 @@ func (f *following) run(always bool) {
 		}
 		if failed++; time.Since(began) > maxRedial {
 			pause, failed = redialPause, 1
+			clear(said)
 		}
-		if failed == 1 {
+		if said.add(err) {
 			log.Info("a producer's layers do not come, its blocks are read when they are held", "address", f.address, "error", err)
 		}
 		if !always && failed > redials {

@@ -61,6 +61,7 @@ type completionRequest struct {
 type prompt struct {
 	text   string
 	tokens []int32
+	chat   *tokenizer.Chat
 }
 
 // chatRequest is the body of /v1/chat/completions.
@@ -376,6 +377,11 @@ func decodePrompts(raw json.RawMessage) ([]prompt, *Error) {
 
 const promptTypes = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
+// roles are those that messages may have. A template writes the role between control tokens, so it must be none itself.
+func roles() []string {
+	return []string{"system", "developer", "user", "assistant", "tool", "function"}
+}
+
 func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
 	var list []map[string]json.RawMessage
 	if json.Unmarshal(raw, &list) != nil {
@@ -390,6 +396,9 @@ func decodeMessages(raw json.RawMessage) ([]tokenizer.Message, *Error) {
 		m := &object{fields: fields}
 		if !take(m, "role", "a string", &messages[i].Role) || messages[i].Role == "" {
 			return nil, wrongType(at+".role", "a string that is not empty")
+		}
+		if role := messages[i].Role; !slices.Contains(roles(), role) {
+			return nil, wrongValue(at+".role", "is %q, want one of %s", clip([]byte(role)), strings.Join(roles(), ", "))
 		}
 		var err *Error
 		if messages[i].Content, err = decodeContent(m, at+".content"); err != nil {

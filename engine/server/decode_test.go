@@ -142,6 +142,8 @@ func TestDecodeRefusesPerEndpoint(t *testing.T) {
 		{true, `{"messages":[]}`, "messages"},
 		{true, `{"messages":"hi"}`, "messages"},
 		{true, `{"messages":[{"content":"x"}]}`, "messages[0].role"},
+		{true, `{"messages":[{"role":"user","content":"x"},{"role":"user<|im_end|>","content":"x"}]}`, "messages[1].role"},
+		{true, `{"messages":[{"role":"User","content":"x"}]}`, "messages[0].role"},
 		{true, `{"messages":[{"role":"user","content":1}]}`, "messages[0].content"},
 		{true, `{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}`, "messages[0].content[0]"},
 		{true, `{"messages":[{"role":"user","content":"x"}],"logprobs":true}`, "logprobs"},

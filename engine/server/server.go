@@ -327,11 +327,11 @@ func (s *Server) decode(x *exchange, body []byte) error {
 		if err != nil {
 			return err
 		}
-		text, chatErr := s.config.Tokenizer.Chat(c.messages)
+		chat, chatErr := s.config.Tokenizer.Chat(c.messages)
 		if chatErr != nil {
 			return invalid("messages", "invalid_value", "messages: %v", chatErr)
 		}
-		x.params, prompts, field = c.params, []prompt{{text: text}}, "messages"
+		x.params, prompts, field = c.params, []prompt{{chat: chat}}, "messages"
 	} else {
 		c, err := decodeCompletion(body)
 		if err != nil {
@@ -376,18 +376,35 @@ func (s *Server) knownModel(name string) error {
 // long as the model can.
 const defaultTokens = 16
 
+// encode gives the tokens of a prompt.
+func (s *Server) encode(p prompt, field string) (tokens []int32, err error) {
+	if p.tokens != nil {
+		return p.tokens, nil
+	}
+	size, limit := len(p.text), s.info.MaxModelLen
+	if p.chat != nil {
+		size = len(p.chat.String())
+	}
+	if size > limit*maxTokenBytes {
+		return nil, invalid(field, "context_length_exceeded", "%s: %d bytes of text cannot fit into the model's %d tokens", field, size, limit)
+	}
+	if p.chat != nil {
+		tokens, err = s.config.Tokenizer.EncodeChat(p.chat)
+	} else {
+		tokens, err = s.config.Tokenizer.Encode(p.text, true)
+	}
+	if err != nil {
+		return nil, invalid(field, "invalid_value", "%s: %v", field, err)
+	}
+	return tokens, nil
+}
+
 // job checks one prompt and makes the engine's request of it.
 func (s *Server) job(x *exchange, p prompt, field string) (job, error) {
 	limit := s.info.MaxModelLen
-	tokens := p.tokens
-	if tokens == nil {
-		if len(p.text) > limit*maxTokenBytes {
-			return job{}, invalid(field, "context_length_exceeded", "%s: %d bytes of text cannot fit into the model's %d tokens", field, len(p.text), limit)
-		}
-		var err error
-		if tokens, err = s.config.Tokenizer.Encode(p.text, true); err != nil {
-			return job{}, invalid(field, "invalid_value", "%s: %v", field, err)
-		}
+	tokens, err := s.encode(p, field)
+	if err != nil {
+		return job{}, err
 	}
 	known := func(t int32) bool { return t >= 0 && int(t) < s.info.Vocab }
 	if i := slices.IndexFunc(tokens, func(t int32) bool { return !known(t) }); i >= 0 {

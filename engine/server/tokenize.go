@@ -9,11 +9,11 @@ import (
 // tokenizeRequest is the body of /tokenize, as vLLM has it: prompt or messages.
 type tokenizeRequest struct {
 	model   string
-	text    string
+	prompt  prompt
 	strings bool // return_token_strs: the text of each token too
 }
 
-// decodeTokenize reads the body of /tokenize. messages are rendered by the model's template.
+// decodeTokenize reads the body of /tokenize. Messages are rendered by the model's template.
 func (s *Server) decodeTokenize(body []byte) (*tokenizeRequest, error) {
 	o, err := parseObject(body)
 	if err != nil {
@@ -28,12 +28,11 @@ func (s *Server) decodeTokenize(body []byte) (*tokenizeRequest, error) {
 		if messages, err = decodeMessages(raw); err != nil {
 			return nil, err
 		}
-		text, chatErr := s.config.Tokenizer.Chat(messages)
-		if chatErr != nil {
+		var chatErr error
+		if r.prompt.chat, chatErr = s.config.Tokenizer.Chat(messages); chatErr != nil {
 			return nil, invalid("messages", "invalid_value", "messages: %v", chatErr)
 		}
-		r.text = text
-	} else if !take(o, "prompt", "a string", &r.text) && o.err == nil {
+	} else if !take(o, "prompt", "a string", &r.prompt.text) && o.err == nil {
 		return nil, invalid("prompt", "missing_required_parameter", "prompt: is required, or messages")
 	}
 	for name, only := range map[string]bool{"add_special_tokens": !chat, "add_generation_prompt": true, "continue_final_message": false} {
@@ -74,12 +73,9 @@ func (s *Server) tokenizeBody(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	if limit := s.info.MaxModelLen; len(q.text) > limit*maxTokenBytes {
-		return invalid("prompt", "context_length_exceeded", "%d bytes of text cannot fit into the model's %d tokens", len(q.text), limit)
-	}
-	tokens, err := s.config.Tokenizer.Encode(q.text, true)
+	tokens, err := s.encode(q.prompt, "prompt")
 	if err != nil {
-		return invalid("prompt", "invalid_value", "prompt: %v", err)
+		return err
 	}
 	answer := struct {
 		Count       int      `json:"count"`

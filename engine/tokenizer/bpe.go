@@ -32,6 +32,7 @@ type bpe struct {
 	*vocabulary
 	words       words
 	plain, full *regexp.Regexp // special tokens in text: only user-defined ones, all
+	controls    controls       // the others
 	bytes       [][]byte
 	bos         int32
 	addBOS      bool
@@ -60,6 +61,7 @@ func newBPE(f *gguf.File) (*bpe, error) {
 	}
 	t.bytes = t.decode()
 	t.plain, t.full = t.special(typeUserDefined), t.special(typeUserDefined, typeControl)
+	t.controls = controls{spelled: t.special(typeControl), texts: t.texts(typeControl)}
 	return t, t.readSpecial(f)
 }
 
@@ -99,7 +101,11 @@ func (t *bpe) Encode(text string, special bool) ([]int32, error) {
 	if special {
 		expression = t.full
 	}
-	var ids []int32
+	return t.begin(t.split(nil, text, expression)), nil
+}
+
+// split appends the ids of text whose special tokens match an expression, which may be nil.
+func (t *bpe) split(ids []int32, text string, expression *regexp.Regexp) []int32 {
 	at := 0
 	if expression != nil {
 		for _, found := range expression.FindAllStringIndex(text, -1) {
@@ -108,11 +114,38 @@ func (t *bpe) Encode(text string, special bool) ([]int32, error) {
 			at = found[1]
 		}
 	}
-	ids = t.encode(ids, text[at:])
+	return t.encode(ids, text[at:])
+}
+
+// begin puts the BOS in front that the model expects.
+func (t *bpe) begin(ids []int32) []int32 {
 	if t.addBOS && (len(ids) == 0 || ids[0] != t.bos) {
 		ids = append([]int32{t.bos}, ids...)
 	}
-	return ids, nil
+	return ids
+}
+
+// EncodeChat implements [Tokenizer].
+func (t *bpe) EncodeChat(chat *Chat) ([]int32, error) {
+	var ids []int32
+	text := chat.text
+	at, from := 0, 0 // what has no ids yet, and where the next special token may begin
+	for t.full != nil {
+		found := t.full.FindStringIndex(text[from:])
+		if found == nil {
+			break
+		}
+		begin, end := from+found[0], from+found[1]
+		if chat.mark != "" && strings.HasSuffix(text[:begin], chat.mark) {
+			_, size := utf8.DecodeRuneInString(text[begin:])
+			from = begin + size
+			continue
+		}
+		ids = t.split(ids, chat.plain(text[at:begin]), t.plain)
+		ids = append(ids, t.id(text[begin:end]))
+		at, from = end, end
+	}
+	return t.begin(t.split(ids, chat.plain(text[at:]), t.plain)), nil
 }
 
 // encode appends the ids of text without special tokens.
@@ -225,11 +258,73 @@ func (t *bpe) Bytes(token int32) []byte {
 func (t *bpe) Stops() []int32 { return slices.Clone(t.stops) }
 
 // Chat implements [Tokenizer].
-func (t *bpe) Chat(messages []Message) (string, error) {
+func (t *bpe) Chat(messages []Message) (*Chat, error) {
 	if t.template == nil {
-		return "", errors.New("chat: the model file has no chat template (tokenizer.chat_template); send a plain completion instead")
+		return nil, errors.New("chat: the model file has no chat template (tokenizer.chat_template); send a plain completion instead")
 	}
-	return t.template.render(messages)
+	mark, err := unused(messages)
+	if err != nil {
+		return nil, err
+	}
+	marked := slices.Clone(messages)
+	for i := range marked {
+		marked[i].Role = t.controls.disarm(marked[i].Role, mark)
+		marked[i].Content = t.controls.disarm(marked[i].Content, mark)
+	}
+	text, err := t.template.render(marked)
+	return &Chat{text: text, mark: mark}, err
+}
+
+// unused is a character that no message has. Unicode reserves 32 for uses like this one.
+func unused(messages []Message) (string, error) {
+	const first, last = '\ufdd0', '\ufdef'
+	for r := first; r <= last; r++ {
+		if !slices.ContainsFunc(messages, func(m Message) bool { return strings.ContainsRune(m.Role+m.Content, r) }) {
+			return string(r), nil
+		}
+	}
+	return "", errors.New("chat: the messages have every one of the characters U+FDD0 to U+FDEF, which are no text")
+}
+
+// controls are the control tokens of a vocabulary, as text.
+type controls struct {
+	spelled *regexp.Regexp // nil if there are none
+	texts   []string
+}
+
+// disarm puts a mark before whatever of a message's text spells a control token, or may do so together with what follows it.
+func (c *controls) disarm(text, mark string) string {
+	var b strings.Builder
+	at := 0
+	for _, begin := range c.begins(text) {
+		b.WriteString(text[at:begin] + mark)
+		at = begin
+	}
+	return b.String() + text[at:]
+}
+
+// begins are the places where a control token begins in text, or the beginning of one at its end.
+func (c *controls) begins(text string) (places []int) {
+	if c.spelled == nil {
+		return nil
+	}
+	for from := 0; ; {
+		found := c.spelled.FindStringIndex(text[from:])
+		if found == nil {
+			break
+		}
+		begin := from + found[0]
+		_, size := utf8.DecodeRuneInString(text[begin:])
+		places, from = append(places, begin), begin+size
+	}
+	longest := len(slices.MaxFunc(c.texts, func(a, b string) int { return len(a) - len(b) }))
+	for i := max(0, len(text)-longest+1); i < len(text); i++ {
+		if slices.ContainsFunc(c.texts, func(t string) bool { return strings.HasPrefix(t, text[i:]) }) {
+			places = append(places, i)
+		}
+	}
+	slices.Sort(places)
+	return slices.Compact(places)
 }
 
 // words splits text into the pieces that are merged for themselves.
@@ -343,17 +438,25 @@ func (v *vocabulary) id(text string) int32 {
 
 // special matches the tokens of the given types in a text, the longest first; nil if there are none.
 func (v *vocabulary) special(types ...int32) *regexp.Regexp {
-	var texts []string
-	for id, text := range v.values {
-		if text != "" && slices.Contains(types, v.types[id]) {
-			texts = append(texts, regexp.QuoteMeta(text))
-		}
-	}
+	texts := v.texts(types...)
 	if texts == nil {
 		return nil
 	}
+	for i, text := range texts {
+		texts[i] = regexp.QuoteMeta(text)
+	}
 	slices.SortFunc(texts, func(a, b string) int { return len(b) - len(a) })
 	return regexp.MustCompile(strings.Join(texts, "|"))
+}
+
+// texts are the tokens of the given types that have a text.
+func (v *vocabulary) texts(types ...int32) (texts []string) {
+	for id, text := range v.values {
+		if text != "" && slices.Contains(types, v.types[id]) {
+			texts = append(texts, text)
+		}
+	}
+	return texts
 }
 
 // decode gives the bytes of every token, nil for those without text.

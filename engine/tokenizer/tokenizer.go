@@ -27,8 +27,28 @@ type Tokenizer interface {
 	Bytes(token int32) []byte
 	// Stops lists the ids that end a generation.
 	Stops() []int32
-	// Chat renders messages with the model's chat template, ready for Encode with special set, ending with the opening of the assistant's turn.
-	Chat(messages []Message) (string, error)
+	// Chat renders messages with the model's chat template, ending with the opening of the assistant's turn.
+	Chat(messages []Message) (*Chat, error)
+	// EncodeChat gives the ids of a chat that this tokenizer has rendered. A control token that messages spell is
+	// text. One that begins in the template's own text and ends in a message is still taken for one.
+	EncodeChat(chat *Chat) ([]int32, error)
+}
+
+// Chat is a chat as a template has written it.
+type Chat struct {
+	text string
+	mark string // a character before what spells a control token and was said by a message; empty: there is none
+}
+
+// String is what the template has written.
+func (c *Chat) String() string { return c.plain(c.text) }
+
+// plain is a part of the text without marks.
+func (c *Chat) plain(text string) string {
+	if c.mark == "" {
+		return text
+	}
+	return strings.ReplaceAll(text, c.mark, "")
 }
 
 // The tokens of [Bytes] beyond the 256 bytes.
@@ -80,14 +100,17 @@ func (byteTokenizer) Bytes(token int32) []byte {
 // Stops implements [Tokenizer].
 func (byteTokenizer) Stops() []int32 { return []int32{EOS} }
 
+// bosText begins every chat.
+const bosText = "<bos>"
+
 // Chat implements [Tokenizer]: a line for each message, as "role: content". Nothing stands between "assistant:" and an
 // answer, since nothing did when it was generated: so the next turn's prompt begins with the tokens of this turn.
-func (byteTokenizer) Chat(messages []Message) (string, error) {
+func (byteTokenizer) Chat(messages []Message) (*Chat, error) {
 	var b strings.Builder
-	b.WriteString("<bos>")
+	b.WriteString(bosText)
 	for i, m := range messages {
 		if m.Role == "" {
-			return "", fmt.Errorf("messages[%d].role is empty", i)
+			return nil, fmt.Errorf("messages[%d].role is empty", i)
 		}
 		space := " "
 		if m.Role == "assistant" {
@@ -96,7 +119,13 @@ func (byteTokenizer) Chat(messages []Message) (string, error) {
 		fmt.Fprintf(&b, "%s:%s%s\n", m.Role, space, m.Content)
 	}
 	b.WriteString("assistant:")
-	return b.String(), nil
+	return &Chat{text: b.String()}, nil
+}
+
+// EncodeChat implements [Tokenizer].
+func (t byteTokenizer) EncodeChat(chat *Chat) ([]int32, error) {
+	tokens, err := t.Encode(strings.TrimPrefix(chat.text, bosText), false)
+	return append([]int32{BOS}, tokens...), err
 }
 
 // template is a model's Jinja chat template.

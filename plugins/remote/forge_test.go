@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,9 +12,6 @@ import (
 
 	"github.com/kvport/kvport/verify/acceptance/rig"
 )
-
-// valueHead is the length of the head of a value.
-const valueHead = 48
 
 // TestForgedValues: values in a server that somebody without the key has made, moved or downgraded are never used, and are
 // counted by reason.
@@ -36,7 +32,7 @@ func values(t *testing.T) *rig.Medium {
 	client := srv.Client()
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	return &rig.Medium{
-		Head: valueHead,
+		Head: rig.ValueHead,
 		Config: func(role, place, settings string) string {
 			extra, err := json.Marshal(map[string]string{"url": "redis://" + srv.Address, "key_prefix": place + ":"})
 			require.NoError(t, err)
@@ -59,10 +55,7 @@ func values(t *testing.T) *rig.Medium {
 		Set: func(place, key string, value []byte) {
 			require.NoError(t, client.Set(t.Context(), place+":"+key, value, 0).Err())
 		},
-		Whole: func(value []byte) []byte {
-			binary.LittleEndian.PutUint64(value[8:], uint64(len(value)-valueHead))
-			return value
-		},
+		Whole: rig.WholeValue,
 	}
 }
 

@@ -1,18 +1,16 @@
 package remote
 
 import (
-	"encoding/binary"
 	"encoding/hex"
 	"io"
 	"net"
-	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/conformance/lmtest"
 	"github.com/kvport/kvport/connector"
 )
 
@@ -123,61 +121,8 @@ func TestSentIsBounded(t *testing.T) {
 // lmServer is a server that speaks as much of the protocol as a store needs.
 func lmServer(t *testing.T) (address string) {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	s, err := lmtest.Start(t.Context(), "")
 	require.NoError(t, err)
-	var wg sync.WaitGroup
-	values := &lmValues{data: map[string][]byte{}}
-	wg.Go(func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			wg.Go(func() {
-				defer c.Close()
-				for values.serve(c) == nil {
-				}
-			})
-		}
-	})
-	t.Cleanup(func() {
-		require.NoError(t, l.Close())
-		wg.Wait()
-	})
-	return l.Addr().String()
-}
-
-type lmValues struct {
-	mu   sync.Mutex
-	data map[string][]byte
-}
-
-// serve answers one request.
-func (v *lmValues) serve(c net.Conn) error {
-	var head [lmAskBytes]byte
-	if _, err := io.ReadFull(c, head[:]); err != nil {
-		return err
-	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	command, length, key := binary.LittleEndian.Uint32(head[:]), binary.LittleEndian.Uint32(head[4:]), string(head[36:])
-	if command == lmPut {
-		value := make([]byte, length)
-		_, err := io.ReadFull(c, value)
-		v.data[key] = value
-		return err
-	}
-	value, ok := v.data[key]
-	var answer [lmAnswerBytes]byte
-	binary.LittleEndian.PutUint32(answer[:], 400)
-	if ok {
-		binary.LittleEndian.PutUint32(answer[:], lmSuccess)
-	}
-	if command == lmGet {
-		binary.LittleEndian.PutUint32(answer[4:], uint32(len(value)))
-	} else {
-		value = nil
-	}
-	_, err := c.Write(slices.Concat(answer[:], value))
-	return err
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	return s.Address
 }

@@ -1,7 +1,6 @@
 package tier
 
 import (
-	"context"
 	"os"
 	"path/filepath"
 	"testing"
@@ -127,8 +126,6 @@ func TestUsedFilesAreLeftAlone(t *testing.T) {
 // Many processes open and leave a folder at once while files make room: none gets another's file.
 func TestFolderIsContended(t *testing.T) {
 	path := t.TempDir()
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
-	defer cancel()
 	failed := make(chan error, 8)
 	for worker := range 8 {
 		go func() {
@@ -136,7 +133,7 @@ func TestFolderIsContended(t *testing.T) {
 				d, err := OpenDisk(DiskOptions{Path: path, Bytes: 150_000, SlotBytes: int64(2000 + 500*(worker%4))})
 				for k := range uint64(40) {
 					if err == nil {
-						err = d.Put(ctx, []connector.Item{sized(k+uint64(round), 2000+500*(worker%4))})
+						err = d.Put(t.Context(), []connector.Item{sized(k+uint64(round), 2000+500*(worker%4))})
 					}
 				}
 				if err == nil {

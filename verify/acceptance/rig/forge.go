@@ -2,6 +2,7 @@ package rig
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"flag"
@@ -27,6 +28,15 @@ type Medium struct {
 	Head   int // bytes of a value before the block
 	// Whole makes a whole value out of one of another length, of the same key: it mends the head.
 	Whole func(value []byte) []byte
+}
+
+// ValueHead is the length of the head that connectors of remote stores write before a block.
+const ValueHead = 48
+
+// WholeValue is a Medium's Whole for these values: it writes the block's length into the head.
+func WholeValue(value []byte) []byte {
+	binary.LittleEndian.PutUint64(value[8:], uint64(len(value)-ValueHead))
+	return value
 }
 
 // digestHeader is the length of what precedes a block's digests.
@@ -111,10 +121,26 @@ func (r *Rig) Keys(path string, args ...string) (ids []string) {
 	return ids
 }
 
+// Forged is how many forged blocks a test has read.
+func (r *Rig) Forged() int {
+	r.Helper()
+	return Count(r.T, "forgeries", *flagForgeries, 27, 1000)
+}
+
+// Unread is what an engine has counted of blocks that it could not use, by reason.
+func (r *Rig) Unread(p *cluster.Process) map[string]float64 {
+	r.Helper()
+	m := r.Metrics(p)
+	return map[string]float64{
+		"corrupt": m.Sum("kvport_integrity_failures_total"), "foreign_key": m.Sum("kvport_digest_misses_total", `reason="foreign_key"`),
+		"edition": m.Sum("kvport_digest_misses_total", `reason="edition"`),
+	}
+}
+
 // Forgeries has an engine load forged blocks from a medium. Each is counted once, with its reason, and no token is wrong.
 func (r *Rig) Forgeries(m *Medium, prompts []string, want []*cluster.Completion) {
 	r.Helper()
-	all := Count(r.T, "forgeries", *flagForgeries, 27, 1000)
+	all := r.Forged()
 	ring, id := r.Ring()
 	foreign, _ := r.Ring()
 	for place, settings := range map[string]string{
@@ -133,19 +159,25 @@ func (r *Rig) Forgeries(m *Medium, prompts []string, want []*cluster.Completion)
 	require.Greater(r, len(t.keys), 4)
 	Same(r.T, "before", want, r.All(d.URL, prompts, 4))
 	require.Positive(r, r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`))
-	seen, tokens := t.counted(), 0
+	seen, tokens := r.Unread(d), 0
 	for n := 0; n < all; {
 		batch := min(4, all-n)
 		restore := t.forge(n, batch, seen)
 		tokens += Compare(r.T, fmt.Sprintf("forged blocks %d-%d", n+1, n+batch), want, r.All(d.URL, prompts, 4))
 		n += batch
-		require.Equal(r, seen, t.counted(), "every forged block that was read is counted once, by its reason: %v", t.kinds)
+		require.Equal(r, seen, r.Unread(d), "every forged block that was read is counted once, by its reason: %v", t.kinds)
 		restore()
 	}
 	r.Logf("%d forged blocks of %d kinds, counted %v, %d tokens compared, 0 differ: %v", all, len(t.kinds), seen, tokens, t.kinds)
 	Same(r.T, "restored", want, r.All(d.URL, prompts, 4))
-	require.Equal(r, seen, t.counted())
-	metrics := r.Metrics(d)
+	require.Equal(r, seen, r.Unread(d))
+	r.NobodyBlamed(d)
+}
+
+// NobodyBlamed requires that an engine's plugin was neither taken for wrong nor started again.
+func (r *Rig) NobodyBlamed(p *cluster.Process) {
+	r.Helper()
+	metrics := r.Metrics(p)
 	for _, name := range []string{"kvport_plugin_violations_total", "kvport_plugin_restarts_total", "kvport_plugin_breaker_open"} {
 		require.Zero(r, metrics.Sum(name), name)
 	}
@@ -160,16 +192,6 @@ type trial struct {
 	head  []byte
 	rng   *rand.Rand
 	kinds map[string]int
-}
-
-// counted is what the engine has counted, by reason.
-func (t *trial) counted() map[string]float64 {
-	t.Helper()
-	m := t.Metrics(t.d)
-	return map[string]float64{
-		"corrupt": m.Sum("kvport_integrity_failures_total"), "foreign_key": m.Sum("kvport_digest_misses_total", `reason="foreign_key"`),
-		"edition": m.Sum("kvport_digest_misses_total", `reason="edition"`),
-	}
 }
 
 // forge replaces a batch of blocks, and adds to want how they must be counted.
