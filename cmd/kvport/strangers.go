@@ -28,7 +28,7 @@ type strangers struct {
 
 func newStrangers() *strangers {
 	return &strangers{log: slog.Default(), refused: prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "kvport_http_unauthorized_total", Help: "Requests without a valid API key where one is needed, and those with a wrong one to /health, also of `kvport route`.",
+		Name: "kvport_http_unauthorized_total", Help: "Requests without a valid API key where one is needed, and those with a wrong one to `/health`, also of `kvport route`.",
 	})}
 }
 

@@ -252,8 +252,8 @@ func (c *call) tell(ctx context.Context, at *route) {
 	}
 }
 
-// untell takes back what a client was told of a choice that no instance has let in, if it is instances that ask for keys: perhaps it
-// has none.
+// untell takes the header back from an answer by which an instance refuses a client, if it is instances that ask for keys: the client
+// may have none.
 func (c *call) untell(status int) {
 	if status >= http.StatusBadRequest && c.router.config.passesKeys() {
 		c.w.Header().Del(routeHeader)

@@ -103,8 +103,8 @@ func TestOpenRouterNamesNoTenant(t *testing.T) {
 	require.Equal(t, 200, resp.StatusCode)
 }
 
-// Whose keys are those of the instances, may be of one of their tenants: it learns nothing of what others have asked. Who has none
-// learns not even which instances there are.
+// A client whose key is an instance's may be of one of that instance's tenants: it learns nothing about what others have asked. A
+// client without a key does not even learn which instances there are.
 func TestKeysOfInstancesShowNoReasons(t *testing.T) {
 	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
 		if r.Header.Get("Authorization") == "Bearer wrong" || r.Header.Get("X-Closed") != "" {

@@ -220,7 +220,7 @@ func (s *Server) submit(ctx context.Context, x *exchange, j *job) (*submitted, e
 	return &submitted{results, cancel}, nil
 }
 
-// relay passes on what the engine says of a job, and calls done when that was all, though the client may not have read it: one
+// relay passes on what the engine says about a job, and calls done when that was all, though the client may not have read it: one
 // that reads slowly keeps no turn. What is not read yet is taken back and sent again with the news, as in the engine.
 func (x *exchange) relay(results <-chan engine.Output, done func()) <-chan engine.Output {
 	out := make(chan engine.Output, 1)

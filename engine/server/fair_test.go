@@ -276,7 +276,7 @@ func TestPlacesAreShared(t *testing.T) {
 	leave()
 }
 
-// chatty is an engine that generates a few tokens, and then no more.
+// chatty is an engine that generates a few tokens, and then none.
 type chatty struct {
 	script
 
