@@ -62,13 +62,18 @@ func (s *KeySpace) Root() BlockKey {
 	return BlockKey(h.Sum(nil))
 }
 
-// Tenant is Transfer.Tenant for requests of this space: 0 if the space is nil or has no salt.
+// Tenant is Transfer.Tenant for requests of this space: 0 if the space is nil or has no salt. All salts of a tenant
+// ([TenantSalt]) count together.
 func (s *KeySpace) Tenant() uint64 {
 	if s == nil || s.Salt == "" {
 		return 0
 	}
+	whose := s.Salt
+	if tenant := TenantOf(whose); tenant != "" {
+		whose = TenantSalt(tenant, "")
+	}
 	h := s.hash("kvport/tenant/1")
-	writeField(h, []byte(s.Salt))
+	writeField(h, []byte(whose))
 	return binary.LittleEndian.Uint64(h.Sum(nil)) | 1
 }
 

@@ -148,6 +148,10 @@ func TestTenants(t *testing.T) {
 	require.NotZero(t, a)
 	require.Equal(t, a, (&KeySpace{Salt: "a", LoRAName: "adapter"}).Tenant(), "a tenant's adapters count together")
 	require.NotEqual(t, a, (&KeySpace{Salt: "b"}).Tenant())
+	of := func(tenant, salt string) uint64 { return (&KeySpace{Salt: TenantSalt(tenant, salt)}).Tenant() }
+	require.Equal(t, of("a", ""), of("a", "session 1"), "a client gets no further quota by further salts")
+	require.NotEqual(t, of("a", ""), of("b", ""))
+	require.NotEqual(t, of("a", ""), a, "a salt that a client chose is no tenant")
 	require.NotEqual(t, a, (&KeySpace{Salt: "a", Secret: []byte("secret")}).Tenant())
 }
 
@@ -169,4 +173,23 @@ func TestForeignKeysAreFixed(t *testing.T) {
 		}
 	}
 	require.Len(t, seen, 27, "no two share a key")
+}
+
+func TestTenantSalt(t *testing.T) {
+	seen := map[string]bool{}
+	for _, tenant := range []string{"a", "b", "ab"} {
+		for _, salt := range []string{"", ":", "a", "a:", ":a", "kvport-tenant:a:"} {
+			made := TenantSalt(tenant, salt)
+			require.False(t, seen[made], made)
+			seen[made] = true
+			require.Equal(t, tenant, TenantOf(made))
+			require.True(t, IsTenantSalt(made))
+		}
+	}
+	for _, other := range []string{"", "a", "tenant:a:", "kvport-tenant", " kvport-tenant:a:"} {
+		require.Empty(t, TenantOf(other))
+		require.False(t, IsTenantSalt(other))
+	}
+	require.Empty(t, TenantOf("kvport-tenant:a"))
+	require.True(t, IsTenantSalt("kvport-tenant:a"), "nobody but a router may send what looks so")
 }

@@ -140,6 +140,7 @@ type Info struct {
 	MaxModelLen int    // prompt and generation together
 	BlockSize   int
 	NumBlocks   int
+	MaxSeqs     int    // requests that are computed at once
 	Connector   string // empty: none
 	Fit         host.Fit
 }

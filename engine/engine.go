@@ -64,7 +64,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg: cfg, metrics: m, regions: regions, space: connector.KeySpace{Model: spec.Weights},
 		info: Info{
 			Model: spec.Name, Vocab: spec.Vocab, MaxModelLen: cfg.MaxModelLen,
-			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks, Fit: cfg.fit(layout),
+			BlockSize: cfg.BlockSize, NumBlocks: cfg.NumBlocks, MaxSeqs: cfg.MaxSeqs, Fit: cfg.fit(layout),
 		},
 		wake: make(chan struct{}, 1), done: make(chan struct{}),
 		live: map[connector.RequestID]*stream{},

@@ -45,6 +45,7 @@ type doctorFlags struct {
 	port           int
 	model          string
 	transferConfig string
+	tls            tlsFiles
 }
 
 func newDoctor() *cobra.Command {
@@ -63,6 +64,7 @@ func newDoctor() *cobra.Command {
 	flags.IntVar(&f.port, "port", 0, "port that serve will listen on (default any)")
 	flags.StringVar(&f.model, "model", defaultModel, "model that serve will get")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it, as serve will get it")
+	f.tls.addTLS(cmd)
 	addPluginPath(flags, &f.folders)
 	return cmd
 }
@@ -88,7 +90,9 @@ func (f *doctorFlags) run(cmd *cobra.Command) error {
 	for _, part := range []func() []check{
 		func() []check { return checkKernel(cmd.Context()) }, checkCPU, checkLimits, checkSpace, checkClock,
 		func() []check { return checkNative(cmd.Context()) },
-		func() []check { return []check{checkSocket(), checkKey(config), f.checkPort(cmd.Context())} },
+		func() []check {
+			return []check{checkSocket(), checkKey(config), f.checkPort(cmd.Context()), f.checkTLS(time.Now())}
+		},
 		func() []check { return f.checkModel(cmd.Flags().Changed("model")) },
 		func() []check { return f.checkPlugins(cmd.Context(), config) },
 	} {
@@ -183,6 +187,34 @@ func (f *doctorFlags) checkPort(ctx context.Context) check {
 	}
 	detail := "can listen on " + l.Addr().String()
 	return result(name, detail, l.Close(), "see the message")
+}
+
+// checkTLS says whether the port will speak HTTPS, and with which certificate.
+func (f *doctorFlags) checkTLS(now time.Time) check {
+	const name, mend = "tls", "see the message"
+	if err := f.tls.check(serverTLS()); err != nil {
+		return result(name, "", err, mend)
+	}
+	if f.tls.cert == "" {
+		off := check{Check: name, Status: statusOK, Detail: "off: the port speaks HTTP, on loopback alone"}
+		if addr, err := net.ResolveTCPAddr("tcp", net.JoinHostPort(f.host, "0")); err == nil && !addr.IP.IsLoopback() {
+			off = check{name, statusWarn, "off: API keys, prompts and answers cross the network in clear text", "give --tls-cert-file and --tls-key-file, or have a proxy in front that encrypts"}
+		}
+		return off
+	}
+	config, err := f.tls.server()
+	if err != nil {
+		return result(name, "", err, mend)
+	}
+	leaf := config.Certificates[0].Leaf
+	if now.Before(leaf.NotBefore) || now.After(leaf.NotAfter) {
+		err = fmt.Errorf("the certificate %s is valid from %s to %s", f.tls.cert, leaf.NotBefore.Format(time.RFC3339), leaf.NotAfter.Format(time.RFC3339))
+	}
+	detail := fmt.Sprintf("on: %s is valid until %s", f.tls.cert, leaf.NotAfter.Format(time.RFC3339))
+	if config.ClientCAs != nil {
+		detail += ", and clients need a certificate"
+	}
+	return result(name, detail, err, "get a new certificate, or set the clock")
 }
 
 func (f *doctorFlags) checkModel(asked bool) []check {

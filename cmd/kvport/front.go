@@ -15,7 +15,10 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
+
+	"github.com/kvport/kvport/engine/apikeys"
 )
 
 // api is the handler behind a front.
@@ -38,10 +41,12 @@ type front struct {
 	drain time.Duration
 	gate  *gate
 	srv   *http.Server
-	keys  atomic.Pointer[apiKeys] // nil: everybody may come in
-	api   atomic.Pointer[api]     // nil: it loads
+	keys  atomic.Pointer[apikeys.Keys] // nil: everybody may come in
+	api   atomic.Pointer[api]          // nil: it loads
 	stop  context.CancelFunc
 	ended chan error // of Serve
+
+	strangers *strangers
 
 	mu       sync.Mutex
 	draining bool
@@ -50,12 +55,14 @@ type front struct {
 }
 
 // newFront answers at l from now on. close ends it, if serve was not called.
-func newFront(l *net.TCPListener, f *listenFlags, keys *apiKeys) *front {
+func newFront(l *net.TCPListener, f *listenFlags, keys *apikeys.Keys, registry prometheus.Registerer) *front {
 	t := &front{
-		url: fmt.Sprintf("http://%s", l.Addr()), drain: f.drainTimeout, gate: newGate(l, f.connections()),
+		strangers: newStrangers(),
+		url:       fmt.Sprintf("%s://%s", f.certificate.scheme(), l.Addr()), drain: f.drainTimeout, gate: newGate(l, f.connections()),
 		ended: make(chan error, 1), idle: make(chan struct{}),
 	}
 	t.keys.Store(keys)
+	registry.MustRegister(t.strangers.refused)
 	names := names{any: true}
 	if addr, ok := l.Addr().(*net.TCPAddr); ok {
 		names = hostNames(addr, f.host, f.allowedHosts)
@@ -71,8 +78,8 @@ func newFront(l *net.TCPListener, f *listenFlags, keys *apiKeys) *front {
 		BaseContext:       func(net.Listener) context.Context { return base },
 		ConnContext:       withConnection,
 	}
-	go func() { t.ended <- t.srv.Serve(t.gate) }()
-	t.reload(base, f.apiKeyFile)
+	go func() { t.ended <- t.srv.Serve(f.certificate.around(t.gate)) }()
+	t.reload(base, f)
 	slog.Debug("listening", "url", t.url)
 	return t
 }
@@ -233,7 +240,12 @@ func (t *front) notReady() string {
 func (t *front) withKey(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		open := r.URL.Path == "/health" || r.URL.Path == "/livez" || r.URL.Path == "/readyz"
-		if !open && !t.knows(r.Header.Get("Authorization")) {
+		authorization := r.Header.Get("Authorization")
+		known := t.knows(authorization)
+		if !known && (!open || authorization != "") { // /health shows whether a key is valid
+			t.strangers.came(r)
+		}
+		if !open && !known {
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			refuse(w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
 			return
@@ -244,27 +256,40 @@ func (t *front) withKey(next http.Handler) http.Handler {
 
 // knows reports whether an Authorization header has one of the API keys, or none is asked for.
 func (t *front) knows(authorization string) bool {
-	keys := t.keys.Load()
-	return keys == nil || keys.allows(authorization)
+	return t.keys.Load() == nil || t.key(authorization) != nil
 }
 
-// keyName tells API keys of Authorization headers apart; it is empty for a header without one.
-func (t *front) keyName(authorization string) string {
+// key is the client's whose key an Authorization header has; nil if it has none.
+func (t *front) key(authorization string) *apikeys.Key {
 	if keys := t.keys.Load(); keys != nil {
-		return keys.name(authorization)
+		return keys.Find(authorization)
 	}
-	return ""
+	return nil
+}
+
+// keyCheck is key for the API behind the front; nil if there are no keys, which stays so.
+func (t *front) keyCheck() func(authorization string) *apikeys.Key {
+	if t.keys.Load() == nil {
+		return nil
+	}
+	return t.key
 }
 
 // severalKeys reports whether there is more than one API key.
 func (t *front) severalKeys() bool {
 	keys := t.keys.Load()
-	return keys != nil && len(keys.hashes) > 1
+	return keys != nil && keys.Len() > 1
 }
 
-// reload reads the API keys again at each SIGHUP, until ctx ends. A file that is not good leaves the keys
-// as they were. Without a file of keys nothing happens.
-func (t *front) reload(ctx context.Context, file string) {
+// sharedKeys reports whether several API keys share the cache: their requests have no tenant.
+func (t *front) sharedKeys() bool {
+	keys := t.keys.Load()
+	return keys != nil && keys.Shared() > 1
+}
+
+// reload reads the API keys and the certificate again at each SIGHUP, until ctx ends. A file that is not good leaves what it said
+// as it was. Without files nothing happens.
+func (t *front) reload(ctx context.Context, f *listenFlags) {
 	hangups := make(chan os.Signal, 1)
 	signal.Notify(hangups, syscall.SIGHUP)
 	go func() {
@@ -275,17 +300,28 @@ func (t *front) reload(ctx context.Context, file string) {
 			case <-ctx.Done():
 				return
 			}
-			if file == "" {
-				slog.Info("SIGHUP: there is no --api-key-file to read again, nothing changes")
-				continue
+			if f.apiKeyFile == "" && f.certificate.files.cert == "" {
+				slog.Info("SIGHUP: there is no --api-key-file and no --tls-cert-file to read again, nothing changes")
 			}
-			keys, err := readKeys(file)
-			if err != nil {
-				slog.Error("SIGHUP: the API keys stay as they are", "err", err)
-				continue
+			if f.certificate.files.cert != "" {
+				f.certificate.reload()
 			}
-			t.keys.Store(keys)
-			slog.Info("SIGHUP: API keys were read again", "keys", len(keys.hashes))
+			if f.apiKeyFile != "" {
+				t.reloadKeys(f.apiKeyFile)
+			}
 		}
 	}()
+}
+
+// reloadKeys reads the API keys again. A file that is not good leaves them as they were.
+func (t *front) reloadKeys(file string) {
+	keys, err := apikeys.Load(file)
+	act := apikeys.Act{Action: "reload", Result: apikeys.ResultOf(err)}
+	if err != nil {
+		slog.Error("SIGHUP: the API keys stay as they are", "err", err)
+		act.Log(slog.Default(), "file", file)
+		return
+	}
+	before := t.keys.Swap(keys)
+	act.Log(slog.Default(), "file", file, "keys", keys.Len(), "before", before.Len())
 }

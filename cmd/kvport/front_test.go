@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 )
 
@@ -36,7 +37,7 @@ func openFront(t *testing.T, change func(*listenFlags)) (*front, *stub) {
 	}
 	l, keys, err := f.listen()
 	require.NoError(t, err)
-	front := newFront(l, f, keys)
+	front := newFront(l, f, keys, prometheus.NewRegistry())
 	s := &stub{came: make(chan struct{}, 100), goOn: make(chan struct{})}
 	var a api = s
 	front.api.Store(&a)
@@ -195,7 +196,7 @@ func TestRefusedBodyIsNotAwaited(t *testing.T) {
 }
 
 func TestLimitsOfListening(t *testing.T) {
-	for want, f := range map[string]listenFlags{
+	for want, f := range map[string]*listenFlags{
 		"--drain-timeout is -1s":  {drainTimeout: -time.Second},
 		"--max-connections is 7,": {maxConnections: 7},
 		"--max-connections is -1": {maxConnections: -1},

@@ -1,12 +1,9 @@
 package main
 
 import (
-	"bytes"
 	"container/list"
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
-	"encoding/hex"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -14,7 +11,6 @@ import (
 	"mime"
 	"net"
 	"net/http"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -25,8 +21,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/server"
-	"github.com/kvport/kvport/host"
 )
 
 // drainTime is how long a signalled process may take to finish what it has, by default; closeTime is
@@ -46,31 +42,31 @@ type listenFlags struct {
 	allowedHosts   []string
 	maxConnections int
 	drainTimeout   time.Duration
+
+	certificate serverCertificate
 }
 
 func (f *listenFlags) add(cmd *cobra.Command, port int) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.host, "host", "127.0.0.1", "address to listen on")
 	flags.IntVar(&f.port, "port", port, "port to listen on; 0 picks a free one, see the ready line")
-	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with API keys, one a line; clients send one as bearer token; SIGHUP makes kvport read it again")
+	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "file with clients' names, the hashes of their API keys and their limits, as kvport keys api add makes it, or with API keys, one a line; clients send one as bearer token; SIGHUP makes kvport read it again")
 	flags.BoolVar(&f.open, "allow-unauthenticated", false, "listen beyond loopback without API keys")
 	flags.StringSliceVar(&f.allowedHosts, "allowed-host", nil, "names that the Host header may have in addition to localhost and --host; beyond loopback any name is accepted unless one is given")
 	flags.IntVar(&f.maxConnections, "max-connections", 0, "connections at once at most, of which the longest idle one makes room for a new one (default from the limit of open files)")
+	f.certificate.files.addTLS(cmd)
 	flags.DurationVar(&f.drainTimeout, "drain-timeout", drainTime, "how long the process may take to end after SIGTERM or SIGINT; requests that run have four fifths of it")
 }
 
 // listener checks the flags and opens the port.
-func (f *listenFlags) listen() (*net.TCPListener, *apiKeys, error) {
-	if f.port < 0 || f.port > 65535 {
-		return nil, nil, fmt.Errorf("--port is %d, want 0 to 65535", f.port)
-	}
-	if err := f.checkLimits(); err != nil {
+func (f *listenFlags) listen() (*net.TCPListener, *apikeys.Keys, error) {
+	if err := errors.Join(f.checkLimits(), f.certificate.open()); err != nil {
 		return nil, nil, err
 	}
-	var keys *apiKeys
+	var keys *apikeys.Keys
 	if f.apiKeyFile != "" {
 		var err error
-		if keys, err = readKeys(f.apiKeyFile); err != nil {
+		if keys, err = apikeys.Load(f.apiKeyFile); err != nil {
 			return nil, nil, fmt.Errorf("--api-key-file: %w", err)
 		}
 	}
@@ -81,6 +77,7 @@ func (f *listenFlags) listen() (*net.TCPListener, *apiKeys, error) {
 	if !addr.IP.IsLoopback() && keys == nil && !f.open {
 		return nil, nil, fmt.Errorf("--host %q is not loopback: give --api-key-file, or --allow-unauthenticated to let anybody in", f.host)
 	}
+	f.tellClearText(addr, keys)
 	l, err := net.ListenTCP("tcp", addr)
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
@@ -93,10 +90,19 @@ func (f *listenFlags) listen() (*net.TCPListener, *apiKeys, error) {
 	return l, keys, nil
 }
 
-// checkLimits refuses limits that cannot work.
+// tellClearText warns of keys that others on the network may read.
+func (f *listenFlags) tellClearText(addr *net.TCPAddr, keys *apikeys.Keys) {
+	if !addr.IP.IsLoopback() && keys != nil && f.certificate.scheme() == "http" {
+		slog.Warn("API keys, prompts and answers cross the network in clear text unless a proxy in front encrypts them: --tls-cert-file and --tls-key-file do", "host", f.host)
+	}
+}
+
+// checkLimits refuses numbers that cannot work.
 func (f *listenFlags) checkLimits() error {
 	most := descriptors() / 2
 	switch {
+	case f.port < 0 || f.port > 65535:
+		return fmt.Errorf("--port is %d, want 0 to 65535", f.port)
 	case f.drainTimeout < 0:
 		return fmt.Errorf("--drain-timeout is %s, want 0s or more", f.drainTimeout)
 	case f.maxConnections != 0 && (f.maxConnections < fewestConnections || f.maxConnections > most):
@@ -117,51 +123,6 @@ func (f *listenFlags) connections() int {
 // always gets through.
 func (f *listenFlags) inFlight(most int) int {
 	return min(most, f.connections()*3/4)
-}
-
-// apiKeys knows the hashes of the API keys.
-type apiKeys struct{ hashes [][sha256.Size]byte }
-
-func readKeys(path string) (*apiKeys, error) {
-	data, err := host.ReadFile(path, maxConfig)
-	if err != nil {
-		return nil, err
-	}
-	if st, err := os.Stat(path); err == nil && st.Mode().Perm()&0o077 != 0 {
-		slog.Warn("API key file can be read by others", "file", path, "mode", st.Mode().Perm().String())
-	}
-	k := &apiKeys{}
-	for line := range bytes.Lines(data) {
-		key := bytes.TrimSpace(line)
-		if hash := sha256.Sum256(key); len(key) > 0 && !slices.Contains(k.hashes, hash) {
-			k.hashes = append(k.hashes, hash)
-		}
-	}
-	if len(k.hashes) == 0 {
-		return nil, errors.New(path + " has no keys")
-	}
-	return k, nil
-}
-
-// allows compares with every key in constant time.
-func (k *apiKeys) allows(authorization string) bool {
-	scheme, key, _ := strings.Cut(authorization, " ")
-	hash := sha256.Sum256([]byte(strings.TrimSpace(key)))
-	found := 0
-	for _, known := range k.hashes {
-		found |= subtle.ConstantTimeCompare(hash[:], known[:])
-	}
-	return found == 1 && strings.EqualFold(scheme, "Bearer")
-}
-
-// name tells the keys apart without revealing them; it is empty for a header that has none of them.
-func (k *apiKeys) name(authorization string) string {
-	if !k.allows(authorization) {
-		return ""
-	}
-	_, key, _ := strings.Cut(authorization, " ")
-	hash := sha256.Sum256([]byte(strings.TrimSpace(key)))
-	return hex.EncodeToString(hash[:8])
 }
 
 // names are the hosts that a listener answers for. A web page can make a browser take any name for this
@@ -420,6 +381,9 @@ type connectionKey struct{}
 
 // withConnection lets a request's handler find its connection.
 func withConnection(ctx context.Context, c net.Conn) context.Context {
+	if secure, is := c.(*tls.Conn); is {
+		c = secure.NetConn()
+	}
 	return context.WithValue(ctx, connectionKey{}, c)
 }
 

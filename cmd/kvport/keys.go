@@ -24,7 +24,7 @@ func newKeys() *cobra.Command {
 	f := &keysFlags{}
 	cmd := &cobra.Command{
 		Use:   "keys",
-		Short: "Make, list and replace the keys that a deployment shares",
+		Short: "Make, list and replace the keys that a deployment shares, and those of clients",
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
@@ -34,6 +34,7 @@ func newKeys() *cobra.Command {
 		sub.Flags().StringVar(&f.format, "format", "text", "text or json")
 		cmd.AddCommand(sub)
 	}
+	cmd.AddCommand(newAPIKeys())
 	return cmd
 }
 

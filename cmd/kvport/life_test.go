@@ -223,7 +223,7 @@ func TestSaveThatNeverReturns(t *testing.T) {
 // SIGHUP does not end anything: it makes new API keys known. A file that is no good changes nothing.
 func TestHangup(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "keys")
-	require.NoError(t, os.WriteFile(file, []byte("alpha\n"), 0o600))
+	require.NoError(t, os.WriteFile(file, []byte(alpha+"\n"), 0o600))
 	engine := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", file)
 	router := start(t, "route", "--decode", engine.URL, "--port", "0")
 	require.NoError(t, router.Signal(syscall.SIGHUP))
@@ -232,15 +232,15 @@ func TestHangup(t *testing.T) {
 		code, _ := do(t, "GET", engine.URL+"/v1/models", "", "Authorization", "Bearer "+key)
 		return code
 	}
-	require.Equal(t, 200, asks("alpha"))
+	require.Equal(t, 200, asks(alpha))
 	require.NoError(t, os.WriteFile(file, nil, 0o600))
 	require.NoError(t, engine.Signal(syscall.SIGHUP))
 	require.NoError(t, engine.Logged(t.Context(), "stay as they are"))
-	require.Equal(t, 200, asks("alpha"))
-	require.NoError(t, os.WriteFile(file, []byte("beta\n"), 0o600))
+	require.Equal(t, 200, asks(alpha))
+	require.NoError(t, os.WriteFile(file, []byte(beta+"\n"), 0o600))
 	require.NoError(t, engine.Signal(syscall.SIGHUP))
-	require.Eventually(t, func() bool { return asks("beta") == 200 }, time.Minute, time.Millisecond)
-	require.Equal(t, 401, asks("alpha"))
+	require.Eventually(t, func() bool { return asks(beta) == 200 }, time.Minute, time.Millisecond)
+	require.Equal(t, 401, asks(alpha))
 	code, _ := do(t, "GET", engine.URL+"/readyz", "")
 	require.Equal(t, 200, code, "a load balancer needs no key")
 }

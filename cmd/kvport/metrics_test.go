@@ -115,6 +115,7 @@ func sections(t *testing.T) []section {
 		_, err = server.New(server.Config{Engine: e, Tokenizer: tokenizer.Bytes(), ModelName: "sim", Metrics: c})
 		require.NoError(t, err)
 		require.Greater(t, len(c.metrics), own)
+		require.NoError(t, c.Register(newStrangers().refused))
 		return c.metrics
 	}
 	alone := start(nil)

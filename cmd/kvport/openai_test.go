@@ -17,7 +17,7 @@ func TestOpenAIClient(t *testing.T) {
 	python := filepath.Join("..", "..", ".deps", "venv", "bin", "python")
 	require.FileExists(t, python, "the packages of tools/python/requirements.txt are missing: run make deps first")
 	key := filepath.Join(t.TempDir(), "key")
-	require.NoError(t, os.WriteFile(key, []byte("sk-of-the-test\n"), 0o600))
+	require.NoError(t, os.WriteFile(key, []byte("sk-of-the-test-0123456789\n"), 0o600))
 	p := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", key)
 	cmd := exec.CommandContext(t.Context(), python, filepath.Join("testdata", "openai_smoke.py"), p.URL+"/v1", key)
 	var out, errs bytes.Buffer

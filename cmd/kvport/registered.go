@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/url"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -24,9 +25,8 @@ const leaveTime = time.Second
 // checkRegister refuses flags of registration that cannot work.
 func (f *serveFlags) checkRegister() error {
 	for _, at := range f.routers {
-		u, err := url.Parse(at)
-		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.RawQuery != "" || u.User != nil {
-			return fmt.Errorf("--register: %q is no URL, want http://HOST:PORT of kvport route --register", at)
+		if !isRegistrar(at) {
+			return fmt.Errorf("--register: %q is no URL, want http://HOST:PORT, https://HOST:PORT or unix:///PATH of kvport route --register", at)
 		}
 	}
 	switch {
@@ -36,6 +36,21 @@ func (f *serveFlags) checkRegister() error {
 		return fmt.Errorf("--register-group is %q, %s", f.registerGroup, register.WantGroup)
 	}
 	return f.checkRegisterAddress()
+}
+
+// isRegistrar reports whether a text is the URL of where engines register.
+func isRegistrar(at string) bool {
+	u, err := url.Parse(at)
+	if err != nil || u.RawQuery != "" || u.User != nil {
+		return false
+	}
+	switch u.Scheme {
+	case "http", "https":
+		return u.Host != ""
+	case "unix":
+		return u.Host == "" && strings.HasPrefix(u.Path, "/")
+	}
+	return false
 }
 
 // checkRegisterAddress refuses an address at which nobody could find the engine.
@@ -80,6 +95,10 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 	if err != nil {
 		return nil, fmt.Errorf("--register: %w", err)
 	}
+	secure, err := f.registerTLS().client()
+	if err != nil {
+		return nil, fmt.Errorf("--register-ca-file: %w", err)
+	}
 	in := &registeredAPI{api: a, keys: keys, keyLog: log}
 	in.ctx, in.stop = context.WithCancel(context.Background())
 	for _, at := range f.routers {
@@ -89,11 +108,11 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 			return nil, fmt.Errorf("--register %s: %w", at, err)
 		}
 		r := &routerOfEngine{client: &register.Client{
-			URL: at, Log: slog.Default(),
+			URL: at, Log: slog.Default(), TLS: secure,
 			Sign: func(body string) string { return signFor(keys, ticket.RegisterText, body) },
 		}}
 		for _, part := range parts(transfer) {
-			m := register.Message{Type: part, HTTP: address, Group: f.registerGroup}
+			m := register.Message{Type: part, HTTP: address, TLS: f.certificate.scheme() == "https", Group: f.registerGroup}
 			if transfer != nil {
 				m.Engine = transfer.EngineID
 			}
@@ -102,6 +121,11 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 		in.routers = append(in.routers, r)
 	}
 	return in, nil
+}
+
+// registerTLS is how the engine registers over HTTPS: its certificate is that of its own server, if it has one.
+func (f *serveFlags) registerTLS() *tlsFiles {
+	return &tlsFiles{cert: f.certificate.files.cert, key: f.certificate.files.key, ca: f.registerCA}
 }
 
 // signFor signs a text as the routers of a deployment do, by a key that all of keys names; empty if there is none.
@@ -139,6 +163,9 @@ func (f *serveFlags) reachable(ctx context.Context, l *net.TCPListener, router s
 	u, err := url.Parse(router)
 	if err != nil {
 		return "", err
+	}
+	if u.Scheme == "unix" {
+		return net.JoinHostPort("127.0.0.1", strconv.Itoa(at.Port)), nil
 	}
 	port := u.Port()
 	if port == "" {

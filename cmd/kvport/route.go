@@ -3,25 +3,29 @@ package main
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router"
 	"github.com/kvport/kvport/engine/router/policy"
-	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/keyring"
 	"github.com/kvport/kvport/internal/meter"
 	"github.com/kvport/kvport/internal/ticket"
@@ -55,6 +59,7 @@ type routeFlags struct {
 	register        string
 	keyFile         string
 	upstreamKeyFile string
+	upstreamTLS     tlsFiles
 
 	config                 string
 	maxInFlight, queueSize int
@@ -91,7 +96,7 @@ func newRoute() *cobra.Command {
 	flags.StringVar(&f.sessionKey, "session-key", "header:X-Session-Id", "where a request has the key of its session: header:NAME, cookie:NAME or field:NAME of the body, such as field:user")
 	flags.DurationVar(&f.queryTimeout, "cache-query-timeout", 200*time.Millisecond, "how long a request may wait for instances to say what they have of its prompt, if the policy asks for that and nothing is known; 0: they are not asked")
 	flags.IntVar(&f.indexBlocks, "kv-index-blocks", 16<<20, "blocks that are known by KV events, of all instances together; each takes about 50 bytes")
-	flags.StringVar(&f.register, "register", "", "HOST:PORT at which instances register by themselves; port 0 takes a free one, which is logged")
+	flags.StringVar(&f.register, "register", "", "where instances register by themselves: HOST:PORT, https://HOST:PORT with the certificate of --tls-cert-file, or unix:///PATH, which only this user reaches; port 0 takes a free one, which is logged")
 	flags.StringVar(&f.keyFile, "ticket-key-file", "", "with --register: the file of keys that the engines share; default: that of one user on one host")
 	flags.IntVar(&f.turns, "bidirectional", 0, fmt.Sprintf("number of answers to remember: prefill instances load from the decode instance that gave an earlier answer of a conversation, all instances are kv_both; 0: none; without the flag %d, of instances that say that they can do so", defaultTurns))
 	flags.StringVar(&f.turnsFile, "bidirectional-file", "", "file that keeps what --bidirectional remembers over a restart of the router; it has tickets in it, and mode 0600")
@@ -102,6 +107,9 @@ func newRoute() *cobra.Command {
 	flags.DurationVar(&f.idleTimeout, "idle-timeout", 2*time.Minute, "how long a decode instance may be silent in the middle of an answer before that ends with an error")
 	flags.DurationVar(&f.healthInterval, "health-interval", time.Second, "how long after a health check of an instance the next one is made")
 	flags.DurationVar(&f.healthTimeout, "health-timeout", 2*time.Second, "how long an instance may take to answer a health check; after three without an answer it is down")
+	flags.StringVar(&f.upstreamTLS.ca, "upstream-ca-file", "", "file with the CAs of instances whose URLs are https, in PEM (default those of the system)")
+	flags.StringVar(&f.upstreamTLS.cert, "upstream-cert-file", "", "file with the certificate that such instances get, in PEM")
+	flags.StringVar(&f.upstreamTLS.key, "upstream-key-file", "", "file with the key of --upstream-cert-file, in PEM, readable by its owner only")
 	f.addFront(cmd)
 	f.add(cmd, 8080)
 	addLogLevel(cmd, &f.logLevel)
@@ -155,7 +163,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	upstreamKey, err := f.upstreamKey()
+	upstreamKey, secure, err := f.upstream()
 	if err != nil {
 		return err
 	}
@@ -166,10 +174,10 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 		Register: registering,
 		Prefill:  f.prefill, Decode: f.decode, Replicas: replicas, Policy: f.policy, Weights: weights, SessionKey: f.sessionKey,
 		Events: events, IndexBlocks: f.indexBlocks, QueryTimeout: cmp.Or(f.queryTimeout, -1), Log: slog.Default(), Metrics: registry, Gatherer: registry, File: f.file(), DNS: f.dns(),
-		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
+		OwnKeys: f.apiKeyFile != "", UpstreamKey: upstreamKey, TLS: secure, Turns: f.turns, TurnsWhereKnown: byDefault, TurnsFile: f.turnsFile,
 		MaxInFlight: inFlight, InstanceInFlight: f.instanceInFlight, MaxQueue: f.queue(inFlight), QueueTimeout: f.queueTimeout,
 		Limits: router.Limits{Each: f.each.limits()}, Attempts: f.attempts, RetryShare: f.retryShare, Backoff: f.backoff,
-		Known:          func(authorization string) bool { return t.knows(authorization) },
+		Key:            f.keyCheck(&t),
 		SharedKeys:     func() bool { return t.severalKeys() },
 		PrefillTimeout: f.prefillTimeout, FirstByteTimeout: f.firstByteTimeout, AnswerTimeout: f.answerTimeout, IdleTimeout: f.idleTimeout,
 		HealthInterval: f.healthInterval, HealthTimeout: f.healthTimeout,
@@ -182,7 +190,7 @@ func (f *routeFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	t = newFront(l, &f.listenFlags, keys)
+	t = newFront(l, &f.listenFlags, keys, registry)
 	defer t.close()
 	probing, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
@@ -242,6 +250,9 @@ func (f *routeFlags) check() error {
 		return errors.New("--ticket-key-file is for --register")
 	}
 	if err := f.checkTimes(); err != nil {
+		return err
+	}
+	if err := f.upstreamTLS.check(upstreamTLS()); err != nil {
 		return err
 	}
 	return f.checkFront()
@@ -314,21 +325,26 @@ func parseReplicas(list []string) (replicas []router.Replica, err error) {
 	return replicas, nil
 }
 
-// upstreamKey is the API key that instances get; empty: none.
-func (f *routeFlags) upstreamKey() (string, error) {
+// upstream is the API key that instances get, empty if there is none, and how they are reached over HTTPS.
+func (f *routeFlags) upstream() (key string, secure *tls.Config, err error) {
+	if secure, err = f.upstreamTLS.client(); err != nil {
+		return "", nil, fmt.Errorf("--upstream-ca-file or --upstream-cert-file: %w", err)
+	}
 	if f.upstreamKeyFile == "" {
-		return "", nil
+		return "", secure, nil
 	}
-	data, err := host.ReadFile(f.upstreamKeyFile, maxConfig)
-	if err != nil {
-		return "", fmt.Errorf("--upstream-api-key-file: %w", err)
+	if key, err = apikeys.ReadUpstream(f.upstreamKeyFile); err != nil {
+		return "", nil, fmt.Errorf("--upstream-api-key-file: %w", err)
 	}
-	line, _, _ := strings.Cut(strings.TrimSpace(string(data)), "\n")
-	key := strings.TrimSpace(line)
-	if key == "" || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
-		return "", fmt.Errorf("--upstream-api-key-file: the first line of %s is no API key: it must be visible ASCII without spaces", f.upstreamKeyFile)
+	return key, secure, nil
+}
+
+// keyCheck finds the clients' keys in a front that is made later; nil if there are none.
+func (f *routeFlags) keyCheck(t **front) func(authorization string) *apikeys.Key {
+	if f.apiKeyFile == "" {
+		return nil
 	}
-	return key, nil
+	return func(authorization string) *apikeys.Key { return (*t).key(authorization) }
 }
 
 // registration is how the router deals with instances that register, and by which keys; none without --register.
@@ -355,11 +371,7 @@ func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *
 	if f.register == "" {
 		return nil
 	}
-	addr, err := net.ResolveTCPAddr("tcp", f.register)
-	if err != nil {
-		return fmt.Errorf("--register: %w", err)
-	}
-	l, err := net.ListenTCP("tcp", addr)
+	l, err := f.registrar(ctx)
 	if err != nil {
 		return fmt.Errorf("--register: %w", err)
 	}
@@ -368,15 +380,68 @@ func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *
 	})
 	registry.MustRegister(stale)
 	wg.Go(func() { keys.Watch(ctx, slog.Default(), func(is bool) { meter.Mark(stale, is) }) })
-	gate := newGate(l, f.connections())
 	slog.Info("instances can register", "address", l.Addr().String())
 	server := &http.Server{Handler: r.Registrar(), ReadTimeout: 5 * time.Second, WriteTimeout: 5 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10}
-	wg.Go(func() { _ = server.Serve(gate) }) // it ends with Close
+	wg.Go(func() { _ = server.Serve(l) }) // it ends with Close
 	wg.Go(func() {
 		<-ctx.Done()
 		_ = server.Close()
 	})
 	return nil
+}
+
+// registrar opens where instances register.
+func (f *routeFlags) registrar(ctx context.Context) (net.Listener, error) {
+	if path, is := strings.CutPrefix(f.register, "unix://"); is {
+		return listenUnix(ctx, path)
+	}
+	address, secure := strings.CutPrefix(f.register, "https://")
+	if secure && f.certificate.scheme() != "https" {
+		return nil, errors.New("https:// needs --tls-cert-file and --tls-key-file")
+	}
+	addr, err := net.ResolveTCPAddr("tcp", address)
+	if err != nil {
+		return nil, err
+	}
+	l, err := net.ListenTCP("tcp", addr)
+	if err != nil {
+		return nil, err
+	}
+	gate := newGate(l, f.connections())
+	if secure {
+		return f.certificate.around(gate), nil
+	}
+	if !addr.IP.IsLoopback() {
+		slog.Warn("registrations cross the network in clear text, signed: https://HOST:PORT with --tls-cert-file encrypts them", "address", f.register)
+	}
+	return gate, nil
+}
+
+// listenUnix listens at a socket that only this user reaches. One that nobody listens at any more makes room.
+func listenUnix(ctx context.Context, path string) (net.Listener, error) {
+	if c, err := new(net.Dialer).DialContext(ctx, "unix", path); err == nil {
+		_ = c.Close()
+		return nil, fmt.Errorf("%s: another process listens there", path)
+	} else if errors.Is(err, syscall.ECONNREFUSED) {
+		if err := os.Remove(path); err != nil {
+			return nil, err
+		}
+	}
+	folder, err := os.MkdirTemp(filepath.Dir(path), ".register-*") // mode 0700: nobody reaches the socket before its mode is right
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(folder)
+	hidden := filepath.Join(folder, "s")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: hidden, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	l.SetUnlinkOnClose(false)
+	if err := errors.Join(os.Chmod(hidden, 0o600), os.Rename(hidden, path)); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
 }
 
 // newRegistry is a metrics registry with the metrics of the process.

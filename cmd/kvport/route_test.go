@@ -22,26 +22,26 @@ func TestRouteWithKeysOnBothSides(t *testing.T) {
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
 		return path
 	}
-	outer, inner := keys("outer", "alpha\n"), keys("inner", " beta \ngamma\n")
+	outer, inner := keys("outer", alpha+"\n"), keys("inner", " "+beta+" \n"+gamma+"\n")
 	blocks := filepath.Join(dir, "blocks")
 	p := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", inner, "--kv-transfer-config", config("kv_producer", blocks))
 	d := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", inner, "--kv-transfer-config", config("kv_consumer", blocks))
 	r := start(t, "route", "--port", "0", "--prefill", p.URL, "--decode", d.URL, "--api-key-file", outer, "--upstream-api-key-file", inner)
 	body := `{"prompt":"` + strings.Repeat("words of a prompt ", 9) + `","max_tokens":4}`
-	for header, want := range map[string]int{"Bearer alpha": 200, "Bearer beta": 401, "": 401} {
+	for header, want := range map[string]int{"Bearer " + alpha: 200, "Bearer " + beta: 401, "": 401} {
 		code, text := do(t, "POST", r.URL+"/v1/completions", body, "Authorization", header)
 		require.Equal(t, want, code, "%s: %s", header, text)
 	}
 	require.Eventually(t, func() bool { // an answer comes a little before it is counted
-		_, text := do(t, "GET", r.URL+"/metrics", "", "Authorization", "Bearer alpha")
+		_, text := do(t, "GET", r.URL+"/metrics", "", "Authorization", "Bearer "+alpha)
 		return strings.Contains(text, `kvport_router_handoffs_total{reason="",result="loaded"} 1`) &&
 			strings.Contains(text, `kvport_router_requests_total{outcome="disaggregated"} 1`)
 	}, 10*time.Second, 10*time.Millisecond)
 
 	code, text := do(t, "GET", r.URL+"/health", "")
 	require.Equal(t, 200, code)
-	require.JSONEq(t, `{"status":"ok"}`, text)
-	_, text = do(t, "GET", r.URL+"/health", "", "Authorization", "Bearer alpha")
+	require.JSONEq(t, `{"status":"ok","tls":false}`, text)
+	_, text = do(t, "GET", r.URL+"/health", "", "Authorization", "Bearer "+alpha)
 	require.Contains(t, text, p.URL)
 }
 
@@ -60,7 +60,7 @@ func TestRouteNamesTheURL(t *testing.T) {
 func TestRouteWithoutPrefillsKey(t *testing.T) {
 	dir := t.TempDir()
 	inner := filepath.Join(dir, "inner")
-	require.NoError(t, os.WriteFile(inner, []byte("beta\n"), 0o600))
+	require.NoError(t, os.WriteFile(inner, []byte(beta+"\n"), 0o600))
 	blocks := filepath.Join(dir, "blocks")
 	p := start(t, "serve", "--model", "sim", "--port", "0", "--api-key-file", inner, "--kv-transfer-config", config("kv_producer", blocks))
 	d := start(t, "serve", "--model", "sim", "--port", "0", "--kv-transfer-config", config("kv_consumer", blocks))

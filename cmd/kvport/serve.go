@@ -51,6 +51,7 @@ type serveFlags struct {
 	routers           []string
 	registerAddress   string
 	registerGroup     string
+	registerCA        string
 }
 
 // Limits of flags that no model and no machine has a say in.
@@ -88,9 +89,10 @@ func newServe() *cobra.Command {
 	flags.BoolVar(&f.cacheQueryAll, "cache-query-unsalted", false, "answer cache queries without a cache_salt though there are several API keys: each of them learns which prompts the others' requests have left in the cache")
 	flags.StringVar(&f.transferConfig, "kv-transfer-config", "", "connector as JSON, or @FILE with it")
 	flags.StringVar(&f.eventsConfig, "kv-events-config", "", "where to publish which KV blocks there are, as JSON with vLLM's fields, or @FILE with it")
-	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register; the engine tells them where it is, signed with the ticket key, and that it ends")
+	flags.StringSliceVar(&f.routers, "register", nil, "URLs of kvport route --register, http://, https:// or unix://; the engine tells them where it is, signed with the ticket key, and that it ends")
 	flags.StringVar(&f.registerAddress, "register-address", "", "with --register: HOST:PORT at which routers reach this server (default --host and --port; the address towards the router if --host is no single one)")
 	flags.StringVar(&f.registerGroup, "register-group", "", "with --register: the replica to which the engine belongs; for routers with --mode replica, which make pairs only within one")
+	flags.StringVar(&f.registerCA, "register-ca-file", "", "with --register https://...: file with the CAs of routers' certificates, in PEM (default those of the system)")
 	addPluginPath(flags, &f.pluginPath)
 	f.add(cmd, 8000)
 	addLogLevel(cmd, &f.logLevel)
@@ -124,7 +126,8 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	t := newFront(l, &f.listenFlags, keys)
+	registry := newRegistry()
+	t := newFront(l, &f.listenFlags, keys, registry)
 	defer t.close()
 	m, tok, err := load(cmd.Context(), f.open)
 	if err != nil {
@@ -134,7 +137,6 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	if err := f.checkSizes(m); err != nil {
 		return err
 	}
-	registry := newRegistry()
 	config := f.config(m, tok, transfer, registry)
 	place, stop, err := f.publish(&config, events)
 	if err != nil {
@@ -152,7 +154,7 @@ func (f *serveFlags) run(cmd *cobra.Command) error {
 	}
 	s, err := server.New(f.server(server.Config{
 		Engine: e, Tokenizer: tok, ModelName: f.name(m), Log: slog.Default(), Metrics: registry, Gatherer: registry,
-		Known: t.knows, Events: place, KeyName: t.keyName, SharedKeys: func() bool { return !f.cacheQueryAll && t.severalKeys() },
+		Key: t.keyCheck(), Events: place, SharedKeys: func() bool { return !f.cacheQueryAll && t.sharedKeys() },
 	}, transfer))
 	if err != nil {
 		return fail(errors.Join(err, e.Close(cmd.Context())))

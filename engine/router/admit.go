@@ -11,17 +11,17 @@ import (
 	"net/http"
 	"net/netip"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/router/admission"
 )
 
 // Limits say what each client may use. A client is an API key where the front checks keys, else an address.
 type Limits struct {
 	Each admission.Limits            // of a client that has none of its own
-	Keys map[string]admission.Limits // by [KeyID]; their numbers stand alone, a zero is no limit
+	Keys map[string]admission.Limits // by [KeyID], instead of those of the key's line; their numbers stand alone, a zero is no limit
 }
 
 // KeyID names an API key without showing it: the SHA-256 of the key, 64 hexadecimal digits.
@@ -113,15 +113,17 @@ func (g *gate) counts() (running, waiting int) {
 // clientOf names the client of a request and what it may use. Without keys that the front has checked it is the address:
 // a client that tries to get more than its share would vary whatever else is in a request. One client may have a whole
 // IPv6 network of 64 bits.
-func (r *Router) clientOf(req *http.Request) (name string, l admission.Limits) {
+func (r *Router) clientOf(req *http.Request, k *apikeys.Key) (name string, l admission.Limits) {
 	limits := r.limits.Load()
-	if r.config.OwnKeys {
-		_, key, _ := strings.Cut(req.Header.Get("Authorization"), " ")
-		id := KeyID(strings.TrimSpace(key))
-		if own, is := limits.Keys[id]; is {
-			return id, own
+	if k != nil {
+		own, is := limits.Keys[k.ID]
+		switch {
+		case is:
+			return k.ID, own
+		case k.Limits != admission.Limits{}:
+			return k.ID, k.Limits
 		}
-		return id, limits.Each
+		return k.ID, limits.Each
 	}
 	host, _, err := net.SplitHostPort(req.RemoteAddr)
 	if err != nil {
@@ -158,19 +160,25 @@ func (r *Router) queued(c *call, req *http.Request, name string, limits *admissi
 func (r *Router) tellRefusal(c *call, refusal *admission.RefusedError, l *admission.Limits) outcome {
 	r.metrics.refusals.WithLabelValues(string(refusal.Reason)).Inc()
 	c.awaitClient(r.config.WriteTimeout)
-	code, message := "overloaded", ""
+	code, message, who := "overloaded", "", "this client"
+	if c.key != nil {
+		who = c.key.Name
+	}
 	switch refusal.Reason {
 	case admission.QueueFull:
 		running, waiting := r.gate.counts()
 		message = fmt.Sprintf("%d requests are running already, and %d wait", running, waiting)
 	case admission.QueueTimeout:
 		message = fmt.Sprintf("the request has waited for %v, and other requests still run", r.config.QueueTimeout)
+		if l != nil && l.InFlight > 0 {
+			message += fmt.Sprintf("; %s may have %d running (max_in_flight)", who, l.InFlight)
+		}
 	case admission.Bodies:
 		message = fmt.Sprintf("the requests of this client that are running and waiting may have seven eighths of what others leave of %d MiB", r.gate.room.Bytes>>20)
 	case admission.RequestRate:
-		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may send %d requests a minute", l.RequestsPerMinute)
+		code, message = "rate_limit_exceeded", fmt.Sprintf("%s may send %d requests a minute (requests_per_minute)", who, l.RequestsPerMinute)
 	case admission.TokenRate:
-		code, message = "rate_limit_exceeded", fmt.Sprintf("this client may use %d tokens a minute", l.TokensPerMinute)
+		code, message = "rate_limit_exceeded", fmt.Sprintf("%s may use %d tokens a minute (tokens_per_minute)", who, l.TokensPerMinute)
 	}
 	c.w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
 	refuse(c.w, http.StatusTooManyRequests, code, message)

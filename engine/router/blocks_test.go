@@ -204,6 +204,36 @@ func TestEventsDecide(t *testing.T) {
 	require.Equal(t, []policy.Held{{Place: 1}}, f.word(`{"prompt": "in the end there is more"}`), "of the other one nothing is known")
 }
 
+// Where clients' own keys go to the instances, their blocks may be a tenant's, so that events do not say that an instance has none
+// of a prompt: then the history decides.
+func TestEventsOfOtherTenants(t *testing.T) {
+	for _, tt := range []struct {
+		config Config
+		key    string
+		want   []policy.Held
+	}{
+		{Config{}, "", []policy.Held{{Place: 0}, {Place: 1}}},
+		{Config{}, "Bearer alice", nil},
+		{Config{UpstreamKey: "inner"}, "Bearer inner", []policy.Held{{Place: 0}, {Place: 1}}},
+	} {
+		a, b := serveSource(t, true), serveSource(t, true)
+		f := following(t, tt.config, a, b)
+		a.has("in the beginning there was nothing")
+		b.has("nothing")
+		f.knows(t, 8+1)
+		parsed, err := parse([]byte(`{"prompt": "something else"}`))
+		require.NoError(t, err)
+		c := &call{router: f.router, body: parsed, header: http.Header{"Content-Type": {"application/json"}}}
+		if tt.key != "" {
+			c.header.Set("Authorization", tt.key)
+		}
+		require.Equal(t, tt.want, f.router.pool.blocks.held(t.Context(), c))
+		c.body, err = parse([]byte(`{"prompt": "in the beginning"}`))
+		require.NoError(t, err)
+		require.Equal(t, owns(0, 12), f.router.pool.blocks.held(t.Context(), c)[0], "what is not a tenant's is found")
+	}
+}
+
 // The medium and the locality of an event say in which scope a block is. What lies in a remote store by itself, from the first
 // token on, counts for all that load from there.
 func TestEventsSayScopes(t *testing.T) {

@@ -170,7 +170,7 @@ func TestHealthOfRegistered(t *testing.T) {
 func TestHealthForStrangers(t *testing.T) {
 	f := serveRouter(t, Config{
 		Prefill: []string{"http://10.0.0.1:1"}, Decode: []string{"http://10.0.0.1:1"},
-		Known: func(authorization string) bool { return authorization == "Bearer k" },
+		Key: onlyKey,
 	})
 	require.Equal(t, health{Status: "degraded"}, routerHealth(t, f, ""))
 	require.Equal(t, health{Status: "degraded"}, routerHealth(t, f, "Bearer x"))

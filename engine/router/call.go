@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/router/policy"
 )
@@ -36,6 +37,7 @@ type call struct {
 	size    int             // of its body, in bytes
 	session string          // key of its session; empty: none
 	client  string          // whose it is
+	key     *apikeys.Key    // the client's; nil: the router has none
 	explain bool            // the client asks why its instances are chosen, and may know
 	request *policy.Request // what the choice depends on
 	failed  map[int]bool    // instances of either role that this request does not try again
@@ -127,6 +129,7 @@ func (c *call) keptNothing(params json.RawMessage) bool {
 // giveUp answers when no instance did: with the last refusal if there was one.
 func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 	c.cost.unserved = ctx.Err() == nil
+	c.untell(http.StatusBadGateway)
 	switch {
 	case ctx.Err() != nil:
 		return c.abandon(ctx)
@@ -172,6 +175,7 @@ func (c *call) abandon(ctx context.Context) outcome {
 func (c *call) reply(a *answer) outcome {
 	c.awaitClient(c.router.config.WriteTimeout)
 	copyHeader(c.w.Header(), a.header)
+	c.untell(a.status)
 	c.w.WriteHeader(a.status)
 	_, _ = c.w.Write(a.body) // a client that left needs no answer
 	c.router.metrics.ttft.Observe(time.Since(c.started).Seconds())

@@ -240,7 +240,8 @@ func (c *call) choose(ctx context.Context, params *json.RawMessage) (at route, o
 // tell gives the reasons of a choice to a client that asks for them, and to the log.
 func (c *call) tell(ctx context.Context, at *route) {
 	if c.explain {
-		c.w.Header().Set(routeHeader, at.text(c.router.config.SharedKeys == nil || !c.router.config.SharedKeys()))
+		shared := c.foreign() || c.router.config.SharedKeys != nil && c.router.config.SharedKeys()
+		c.w.Header().Set(routeHeader, at.text(!shared))
 	}
 	if c.router.config.Log.Enabled(ctx, slog.LevelDebug) {
 		attrs := []any{"id", c.id, "decode", at.decode.url.String()}
@@ -248,6 +249,14 @@ func (c *call) tell(ctx context.Context, at *route) {
 			attrs = append(attrs, "prefill", at.prefill.url.String())
 		}
 		c.router.config.Log.Debug("instances chosen", append(attrs, "without", at.without, "why", at.why)...)
+	}
+}
+
+// untell takes the header back from an answer by which an instance refuses a client, if it is instances that ask for keys: the client
+// may have none.
+func (c *call) untell(status int) {
+	if status >= http.StatusBadRequest && c.router.config.passesKeys() {
+		c.w.Header().Del(routeHeader)
 	}
 }
 

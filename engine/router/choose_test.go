@@ -212,12 +212,14 @@ func TestRouteHeader(t *testing.T) {
 	several := false
 	f := serveRouter(t, Config{
 		Prefill: []string{p.URL}, Decode: []string{d.URL}, Policy: policy.PrefixAware,
-		Known:      func(authorization string) bool { return authorization == "Bearer k" },
+		OwnKeys:    true,
+		Key:        onlyKey,
 		SharedKeys: func() bool { return several },
 	})
 	long := completion(strings.Repeat("long ", 100))
-	require.Empty(t, complete(t, f, long).Values("X-Kvport-Route"))
-	require.Empty(t, complete(t, f, long, "X-Kvport-Route", "1").Values("X-Kvport-Route"))
+	for range 2 {
+		require.Empty(t, complete(t, f, long, "Authorization", "Bearer k").Values("X-Kvport-Route"))
+	}
 	got := complete(t, f, long, "X-Kvport-Route", "1", "Authorization", "Bearer k").Values("X-Kvport-Route")
 	require.Len(t, got, 1)
 	require.Equal(t, fmt.Sprintf("policy=prefix_aware; prefill=%s; decode=%s; why=prefill load 1: 0 running, 0 tokens waiting, 153 lately, prefix 1: holds 95 of 125 tokens, "+

@@ -149,7 +149,7 @@ func TestBodiesTogether(t *testing.T) {
 		<-held
 		tokens(w, r)
 	})
-	f := serveRouter(t, Config{Decode: urls(d), OwnKeys: true, FirstByteTimeout: notSoon, BodyTimeout: notSoon, WriteTimeout: notSoon})
+	f := serveRouter(t, Config{Decode: urls(d), OwnKeys: true, Key: anyKey, FirstByteTimeout: notSoon, BodyTimeout: notSoon, WriteTimeout: notSoon})
 	f.router.pool.unlimited()
 	t.Cleanup(letGo) // before router and instance close, which wait for their requests
 	large := `{"stream":true,"prompt":"` + strings.Repeat("a", 7<<20) + `"}`

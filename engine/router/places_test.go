@@ -157,7 +157,7 @@ func TestGroupOfAnInstance(t *testing.T) {
 	require.False(t, paired())
 	p.saw(1, engineFit("kv_consumer"))
 	require.False(t, paired())
-	_, err := p.register(decode, &register.Message{HTTP: "d:1", At: time.Now().UnixNano()}, "k")
+	_, _, err := p.register(decode, &register.Message{HTTP: "d:1", At: time.Now().UnixNano()}, "k")
 	require.NoError(t, err)
 	require.Equal(t, "b", p.health().instances[1].Group)
 	require.NoError(t, p.set(byFile, in("a")))

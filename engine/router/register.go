@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/internal/register"
 )
 
@@ -72,6 +73,7 @@ func (r *Router) Registrar() http.Handler {
 			w.Header().Set(register.NonceHeader, nonce)
 		}
 		if err != nil {
+			r.auditRefusal(req, err)
 			refuse(w, status, "registration_refused", err.Error())
 			return
 		}
@@ -114,10 +116,25 @@ func (r *Router) register(req *http.Request) (status int, nonce string, err erro
 	if m.Group != "" && !register.IsGroup(m.Group) {
 		return http.StatusBadRequest, "", fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
 	}
-	if nonce, err = r.pool.register(part, &m, by); err != nil {
+	nonce, news, err := r.pool.register(part, &m, by)
+	if err != nil {
 		return http.StatusConflict, nonce, err
 	}
+	if news {
+		apikeys.Act{Action: "register", Key: by, Remote: req.RemoteAddr, Result: "ok"}.
+			Log(r.config.Log, "instance", m.HTTP, "role", part.String(), "leaves", m.Leave)
+	}
 	return http.StatusOK, nonce, nil
+}
+
+// auditRefusal keeps a refused registration in the log. That an engine has no nonce yet is no refusal: so it gets one.
+func (r *Router) auditRefusal(req *http.Request, err error) {
+	if errors.Is(err, errNonce) {
+		return
+	}
+	if n := r.refusals.Due(time.Now()); n > 0 {
+		apikeys.Act{Action: "register", Remote: req.RemoteAddr, Result: err.Error()}.Log(r.config.Log, "refused", n)
+	}
 }
 
 // isHostPort reports whether a text is an address that can be part of a URL and of a request id.
@@ -126,28 +143,26 @@ func isHostPort(address string) bool {
 	return err == nil && host != "" && port != "" && port != "0" && !strings.ContainsAny(address, "/@?# _")
 }
 
-// register takes the registration of an instance, signed with the key that by names.
-func (p *pool) register(part role, m *register.Message, by string) (nonce string, err error) {
+// register takes the registration of an instance, signed with the key that by names. news reports whether the instance has come
+// or left by it.
+func (p *pool) register(part role, m *register.Message, by string) (nonce string, news bool, err error) {
 	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m, time.Now())
 	if err != nil {
-		return nonce, err
+		return nonce, false, err
 	}
-	i := p.index(part, m.HTTP)
+	i, u := p.registeredAt(part, m)
+	news = i < 0 || p.known[i].sources&byRegistration == 0
 	switch {
 	case m.Leave && i >= 0:
 		p.disclaim(i, byRegistration)
-		return nonce, nil
+		return nonce, !news, nil
 	case m.Leave:
-		return nonce, nil
+		return nonce, false, nil
 	case (i < 0 || p.known[i].sources == 0) && p.taken() >= maxInstances:
-		return nonce, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
-	}
-	u := &url.URL{Scheme: "http", Host: m.HTTP}
-	if i >= 0 {
-		u = p.urls[i]
+		return nonce, false, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
 	}
 	i = p.claim(spec{role: part, group: m.Group, url: u}, byRegistration)
 	p.regroup(i, byRegistration, []string{m.Group})
@@ -162,7 +177,28 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 	}
 	p.moved(i)
 	p.wake()
-	return nonce, nil
+	return nonce, news, nil
+}
+
+// registeredAt is the place of an instance that registers, -1 if there is none, and where it is reached: by its URL where
+// another source has one. The caller holds mu.
+func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) {
+	u = &url.URL{Scheme: "http", Host: m.HTTP}
+	if m.TLS {
+		u.Scheme = "https"
+	}
+	if i = p.find(part, u); i < 0 {
+		i = p.index(part, m.HTTP)
+	}
+	switch {
+	case i < 0:
+	case p.known[i].sources&^byRegistration != 0 || p.urls[i].Scheme == u.Scheme:
+		u = p.urls[i]
+	default: // it was there with HTTPS and is without, or the reverse
+		p.disclaim(i, byRegistration)
+		i = -1
+	}
+	return i, u
 }
 
 // moved forgets other addresses at which the same engine is registered: it has moved. The caller holds mu.
@@ -173,8 +209,17 @@ func (p *pool) moved(to int) {
 	}
 	for i := range p.known {
 		if i != to && p.known[i].engine == engine && p.table.instances[i].role == p.table.instances[to].role {
+			p.auditLeave(i, "moved")
 			p.disclaim(i, byRegistration)
 		}
+	}
+}
+
+// auditLeave keeps in the log that an instance is not registered any more, though it has not said so. The caller holds mu.
+func (p *pool) auditLeave(i int, why string) {
+	if k := &p.known[i]; k.sources&byRegistration != 0 {
+		apikeys.Act{Action: "register", Key: k.by, Result: why}.
+			Log(p.log, "instance", p.urls[i].Host, "role", p.table.instances[i].role.String(), "leaves", true)
 	}
 }
 
@@ -228,8 +273,17 @@ func (f *freshness) check(who string, m *register.Message, now time.Time) (nonce
 		}
 		f.nonces[who] = newID()
 	}
-	return f.nonces[who], errors.New("the registration has no valid nonce: it must have the one of this answer")
+	if known && m.Nonce != register.NoNonce {
+		return f.nonces[who], errReplay
+	}
+	return f.nonces[who], errNonce
 }
+
+// What is wrong with a nonce. Engines begin without one, and after the router has begun again they have one that it does not know.
+var (
+	errNonce  = errors.New("the registration has no valid nonce: it must have the one of this answer")
+	errReplay = errors.New("the registration has an earlier nonce, as a copy of an earlier one has: it must have that of this answer")
+)
 
 // freshKey is how freshness knows an instance.
 func freshKey(part role, host string) string { return part.String() + " " + host }
@@ -257,6 +311,7 @@ func (p *pool) expire(ttl time.Duration) {
 	defer p.mu.Unlock()
 	for i := range p.known {
 		if k := &p.known[i]; k.sources&byRegistration != 0 && time.Since(k.seen) >= ttl {
+			p.auditLeave(i, "expired")
 			p.disclaim(i, byRegistration)
 		}
 	}

@@ -1,10 +1,12 @@
 package router
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -162,4 +164,101 @@ func TestRegisterRefuses(t *testing.T) {
 	require.NoError(t, err)
 	code, _ = say(t, none, true, good)
 	require.Equal(t, http.StatusForbidden, code)
+}
+
+// The log has a line when an instance comes or leaves by registering, and not for each time it says that it is still there;
+// registrations that are refused leave one line in a while, which counts them.
+func TestRegistrationsAreAudited(t *testing.T) {
+	var log bytes.Buffer
+	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	audited := func() (lines []string) {
+		for line := range strings.Lines(log.String()) {
+			if _, rest, is := strings.Cut(line, "msg=audit action=register "); is {
+				lines = append(lines, rest)
+			}
+		}
+		log.Reset()
+		return lines
+	}
+	now := time.Now().UnixNano()
+	for i := range 3 {
+		code, _ := say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", now+int64(i)))
+		require.Equal(t, http.StatusOK, code)
+	}
+	leaving := old("D", "127.0.0.1:7", "", now+3)
+	leaving.Leave = true
+	for range 2 {
+		code, _ := say(t, r, true, leaving)
+		require.Equal(t, http.StatusOK, code)
+		leaving.At++
+	}
+	require.Equal(t, []string{
+		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=false\n",
+		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=true\n",
+	}, audited())
+	for range 3 {
+		code, _ := say(t, r, false, leaving)
+		require.Equal(t, http.StatusForbidden, code)
+	}
+	require.Equal(t, []string{
+		"key=\"\" remote=192.0.2.1:1234 result=\"the registration is not signed with this deployment's key\" refused=1\n",
+	}, audited())
+	require.Equal(t, 3, r.refusals.Due(time.Now().Add(time.Minute)))
+}
+
+// What is refused for other reasons than a nonce that an engine does not have yet is in the log: there are too many instances, or
+// an earlier registration comes again. So is an instance that leaves without a word.
+func TestAuditOfOddRegistrations(t *testing.T) {
+	registration := func(address, engine, nonce string) register.Message {
+		return register.Message{Type: "D", HTTP: address, Engine: engine, Nonce: nonce}
+	}
+	nonceOf := func(r *Router, address string) string { return r.pool.fresh.nonces[freshKey(decode, address)] }
+	for name, tt := range map[string]struct {
+		do   func(t *testing.T, r *Router)
+		want string
+	}{
+		"begins": {func(t *testing.T, r *Router) {
+			code, _ := say(t, r, true, registration("127.0.0.1:7", "e", register.NoNonce))
+			require.Equal(t, http.StatusConflict, code)
+			code, _ = say(t, r, true, registration("127.0.0.1:7", "e", register.NoNonce))
+			require.Equal(t, http.StatusConflict, code, "it has begun again")
+		}, ""},
+		"again": {func(t *testing.T, r *Router) {
+			say(t, r, true, registration("127.0.0.1:7", "e", register.NoNonce))
+			nonce := nonceOf(r, "127.0.0.1:7")
+			for _, want := range []int{http.StatusOK, http.StatusConflict} {
+				code, _ := say(t, r, true, registration("127.0.0.1:7", "e", nonce))
+				require.Equal(t, want, code)
+			}
+		}, "an earlier nonce"},
+		"too many": {func(t *testing.T, r *Router) {
+			now := time.Now().UnixNano()
+			for i := range maxInstances + 1 {
+				say(t, r, true, old("D", fmt.Sprintf("127.0.0.1:%d", 1000+i), "", now))
+			}
+		}, fmt.Sprintf("there are %d already", maxInstances)},
+		"expired": {func(t *testing.T, r *Router) {
+			say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", time.Now().UnixNano()))
+			r.pool.expire(0)
+		}, `key=key remote="" result=expired instance=127.0.0.1:7 role=decode leaves=true`},
+		"moved": {func(t *testing.T, r *Router) {
+			for _, address := range []string{"127.0.0.1:7", "127.0.0.1:8"} {
+				say(t, r, true, registration(address, "e", register.NoNonce))
+				say(t, r, true, registration(address, "e", nonceOf(r, address)))
+			}
+		}, `result=moved instance=127.0.0.1:7 role=decode leaves=true`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log bytes.Buffer
+			r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
+			require.NoError(t, err)
+			tt.do(t, r)
+			if tt.want == "" {
+				require.NotContains(t, log.String(), "msg=audit")
+				return
+			}
+			require.Contains(t, log.String(), tt.want)
+		})
+	}
 }

@@ -9,6 +9,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"crypto/tls"
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
@@ -29,6 +30,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/router/policy"
@@ -97,14 +99,16 @@ type Config struct {
 
 	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
 	UpstreamKey string // API key that instances get instead of the client's; empty: none
-	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
-	// the router is, and nothing about its instances. Nil: there are no keys.
-	Known func(authorization string) bool
+	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
+	// the router is, and gets nothing else; with one that does not watch it learns no more from there. A request's cache_salt becomes one within its client's tenant. Nil: there are
+	// no keys.
+	Key func(authorization string) *apikeys.Key
 
 	// SharedKeys reports whether several API keys, and so perhaps several tenants, use the router. X-Kvport-Route then names
 	// the instances and not the reasons, which say what prompts of others have left there. nil: they do not.
 	SharedKeys func() bool
 
+	TLS       *tls.Config           // of connections to instances whose URLs are https; nil: the system's CAs
 	Transport http.RoundTripper     // nil: a transport for many connections to few hosts
 	Log       *slog.Logger          // nil: none
 	Metrics   prometheus.Registerer // nil: not registered
@@ -138,6 +142,7 @@ type Router struct {
 	asker    *asker
 	ending   time.Duration // maxEnding, but in tests
 	draining atomic.Bool
+	refusals apikeys.Refusals // of registrations
 }
 
 // New makes a Router. Errors name the URL that is wrong.
@@ -222,7 +227,7 @@ func (r *Router) route() {
 	handle("GET", "/v1/models/{model...}", r.models)
 	handle("GET", "/health", r.health)
 	if r.config.Gatherer != nil {
-		handle("GET", "/metrics", promhttp.HandlerFor(r.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+		handle("GET", "/metrics", r.watched(promhttp.HandlerFor(r.config.Gatherer, promhttp.HandlerOpts{})))
 	}
 	r.mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		refuse(w, http.StatusNotFound, "not_found", fmt.Sprintf("there is no %s", req.URL.Path))
@@ -277,6 +282,7 @@ func withDefaults(c Config) Config {
 	if c.Transport == nil {
 		c.Transport = &http.Transport{
 			MaxResponseHeaderBytes: maxUpstreamHeader,
+			TLSClientConfig:        c.TLS,
 			DialContext:            (&net.Dialer{Timeout: 5 * time.Second}).DialContext,
 			MaxIdleConnsPerHost:    256, IdleConnTimeout: 90 * time.Second,
 			DisableCompression: true, // bytes pass through as they are
@@ -365,7 +371,13 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusServiceUnavailable, "draining", "the router is shutting down")
 		return unavailable
 	}
-	client, limits := r.clientOf(req)
+	var known bool
+	c.key, known = r.keyOf(req)
+	if !known { // any more
+		refuse(c.w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+		return clientError
+	}
+	client, limits := r.clientOf(req, c.key)
 	c.client = client
 	err := r.gate.hold(client, len(body))
 	if refusal, refused := errors.AsType[*admission.RefusedError](err); refused {
@@ -376,12 +388,16 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 		refuse(c.w, http.StatusBadRequest, "bad_request", err.Error())
 		return clientError
 	}
+	if err = r.salt(c.body, c.key); err != nil {
+		refuse(c.w, http.StatusBadRequest, "invalid_value", err.Error())
+		return clientError
+	}
 	if c.body.asksForCache() {
 		refuse(c.w, http.StatusBadRequest, "unsupported_value", "kv_transfer_params.cache_query: the router answers none, ask an instance")
 		return clientError
 	}
 	c.size, c.session = len(body), r.session.Load().of(req, c.body)
-	c.explain = req.Header.Get(routeHeader) != "" && (r.config.Known == nil || r.config.Known(req.Header.Get("Authorization")))
+	c.explain = req.Header.Get(routeHeader) != ""
 	leave, answered := r.queued(c, req, client, &limits)
 	if leave == nil {
 		return answered
@@ -452,10 +468,11 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 	h := r.pool.health()
 	answer := struct {
 		Status       string           `json:"status"` // ok, degraded (no prefill instance, or none that fits), unavailable, draining
+		TLS          bool             `json:"tls"`    // the port speaks HTTPS
 		Instances    []InstanceHealth `json:"instances,omitempty"`
 		Incompatible []Misfit         `json:"incompatible,omitempty"`
 		Recomputing  []Misfit         `json:"recomputing,omitempty"` // pairs whose hand-offs are all wasted
-	}{"ok", h.instances, h.incompatible, h.recomputing}
+	}{"ok", req.TLS != nil, h.instances, h.incompatible, h.recomputing}
 	code := http.StatusOK
 	switch {
 	case r.draining.Load():
@@ -465,12 +482,26 @@ func (r *Router) health(w http.ResponseWriter, req *http.Request) {
 	case h.everPrefill && !h.paired:
 		answer.Status = "degraded"
 	}
-	if r.config.Known != nil && !r.config.Known(req.Header.Get("Authorization")) {
+	if k, known := r.keyOf(req); !known || !k.Watches() {
 		answer.Instances, answer.Incompatible, answer.Recomputing = nil, nil, nil
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
 	_ = json.NewEncoder(w).Encode(answer) // a client that left needs no answer
+}
+
+// watched lets only clients through that may see what is about all tenants.
+func (r *Router) watched(next http.Handler) http.HandlerFunc {
+	return func(w http.ResponseWriter, req *http.Request) {
+		switch k, known := r.keyOf(req); {
+		case !known: // any more
+			refuse(w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+		case !k.Watches():
+			refuse(w, http.StatusForbidden, "metrics_key_required", apikeys.WantMetrics)
+		default:
+			next.ServeHTTP(w, req)
+		}
+	}
 }
 
 // newSeed is 64 random bits.

@@ -141,7 +141,7 @@ func TestTurnsOfOneClient(t *testing.T) {
 // TestClientsOfRequests: the history and the turns of two API keys are told apart.
 func TestClientsOfRequests(t *testing.T) {
 	p, d := serveInstance(t, ticket("of P")), serveInstance(t, held("of D", false))
-	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Turns: 2, OwnKeys: true})
+	f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Turns: 2, OwnKeys: true, Key: anyKey})
 	f.router.turns.seed = 1
 	require.NotEqual(t, f.router.turns.client(KeyID("a")), f.router.turns.client(KeyID("b")))
 	send := func(key string, body fields) {

@@ -45,25 +45,47 @@ func (p *piece) reason() *string {
 
 // start submits all jobs and merges what comes of them. The channel is closed when all are over, which
 // they soon are once ctx ends; until then it must be read. On an error nothing runs.
-func (s *Server) start(ctx context.Context, jobs []job) (<-chan piece, error) {
+//
+// Where clients take turns, it returns when the first job has got its own. The others follow one after the other, and errors of
+// their submission come as their last pieces.
+func (s *Server) start(ctx context.Context, x *exchange) (<-chan piece, error) {
 	ctx, stop := context.WithCancel(ctx)
 	out := make(chan piece)
 	var wg sync.WaitGroup
-	for i := range jobs {
-		jobCtx, cancel := context.WithCancelCause(ctx)
-		results, err := s.config.Engine.Submit(jobCtx, jobs[i].request)
+	begin := func(i int) (*follower, error) {
+		f := &follower{server: s, job: &x.jobs[i], index: i, out: out}
+		of, err := s.submit(ctx, x, f.job)
+		if err == nil {
+			wg.Go(func() { f.follow(ctx, of) })
+		}
+		return f, err
+	}
+	first := len(x.jobs) // of those that come later
+	if x.takesTurns() {
+		first = min(1, first)
+		s.fair.wait(len(x.jobs))
+	}
+	for i := range first {
+		_, err := begin(i)
+		if x.takesTurns() {
+			s.fair.wait(-1)
+		}
 		if err != nil {
-			cancel(err)
+			s.fair.wait(first - len(x.jobs))
 			stop() // aborts the jobs before this one
 			wg.Wait()
 			return nil, err
 		}
-		wg.Go(func() {
-			defer cancel(nil)
-			f := follower{server: s, job: &jobs[i], index: i, stop: cancel, out: out}
-			f.run(ctx, results)
-		})
 	}
+	wg.Go(func() {
+		for i := first; i < len(x.jobs); i++ {
+			f, err := begin(i)
+			s.fair.wait(-1)
+			if err != nil {
+				f.send(ctx, piece{index: i, err: err})
+			}
+		}
+	})
 	go func() {
 		wg.Wait()
 		stop()
@@ -82,6 +104,13 @@ type follower struct {
 	text   *sample.Stream
 	tokens int // pushed
 	ended  bool
+}
+
+// follow follows a job that the engine has.
+func (f *follower) follow(ctx context.Context, of *submitted) {
+	defer of.cancel(nil)
+	f.stop = of.cancel
+	f.run(ctx, of.results)
 }
 
 func (f *follower) run(ctx context.Context, results <-chan engine.Output) {

@@ -93,13 +93,21 @@ func (s *Server) admitQuery(x *exchange) error {
 			http.StatusForbidden, "invalid_request_error", "cache_salt", "cache_query_salt",
 			"cache_salt: a cache query needs one, since several API keys share the cache of prompts without (--cache-query-unsalted allows it)",
 		}
-	case !s.queries.allow(x.key):
+	case !s.queries.allow(x.client()):
 		return &Error{
 			http.StatusTooManyRequests, "rate_limit_error", "kv_transfer_params.cache_query", tooManyQueries,
 			fmt.Sprintf("more than %d cache queries a second with this API key, try again later", s.config.CacheQueryRate),
 		}
 	}
 	return nil
+}
+
+// client names the client's key; empty if there are no keys.
+func (x *exchange) client() string {
+	if x.key == nil {
+		return ""
+	}
+	return x.key.Name
 }
 
 // maxQueryKeys bounds the API keys of which the rate is remembered: beyond it all are forgotten.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/tokenizer"
 )
 
@@ -162,7 +163,7 @@ func TestCacheQueryRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, err := New(Config{
 			Engine: &script{outputs: []engine.Output{queried(nil, "")}}, Tokenizer: tokenizer.Bytes(), ModelName: "x", CacheQueryRate: 3,
-			KeyName: func(authorization string) string { return authorization },
+			Key: func(authorization string) *apikeys.Key { return &apikeys.Key{Name: authorization} },
 		})
 		require.NoError(t, err)
 		ask := func(key, params string) *httptest.ResponseRecorder {

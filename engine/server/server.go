@@ -23,6 +23,7 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
@@ -55,18 +56,16 @@ type Config struct {
 	BodyTimeout  time.Duration // to receive a whole body; 30 s
 	WriteTimeout time.Duration // for a client to take one piece of an answer; 30 s
 
-	// Known reports whether an Authorization header has one of the front's keys. Others learn from /health how
-	// the engine is and how many requests it serves at once, and nothing else. Nil: there are no keys.
-	Known func(authorization string) bool
+	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
+	// the engine is and how many requests it serves at once, and gets nothing else; with one that does not watch it learns no
+	// more from there. Nil: there are no keys.
+	Key func(authorization string) *apikeys.Key
 
 	// CacheQueryRate is how many cache queries a second each API key may ask; 100. Below 0: none are answered.
 	CacheQueryRate int
 	// SharedKeys reports whether several API keys share the cache of prompts without a cache_salt: then cache queries need
 	// one, so that no key learns of another's prompts. Nil: they do not.
 	SharedKeys func() bool
-	// KeyName tells the API keys of Authorization headers apart, without revealing them. Headers that have none of the
-	// front's keys must all have the same name. Nil: all are the same.
-	KeyName func(authorization string) string
 
 	Log      *slog.Logger          // nil: none
 	Metrics  prometheus.Registerer // nil: not registered
@@ -93,11 +92,12 @@ type Server struct {
 	info     engine.Info
 	stops    []int32
 	queries  *queryLimit
+	fair     *fairness
 	metrics  *metrics
 	mux      *http.ServeMux
-	slots    chan struct{} // one for each request in flight whose body has come
 	draining atomic.Bool
-	warned   atomic.Int64 // when an unknown field was last told as a warning, Unix nanoseconds
+	refusals apikeys.Refusals // of resets
+	warned   atomic.Int64     // when an unknown field was last told as a warning, Unix nanoseconds
 	started  time.Time
 }
 
@@ -118,7 +118,7 @@ func New(c Config) (*Server, error) {
 	}
 	s := &Server{
 		config: c, info: c.Engine.Info(), stops: c.Tokenizer.Stops(), metrics: m, queries: newQueryLimit(c.CacheQueryRate),
-		slots: make(chan struct{}, c.MaxInFlight), started: time.Now(),
+		fair: newFairness(max(1, c.Engine.Info().MaxSeqs), c.MaxInFlight, m.waiting), started: time.Now(),
 	}
 	s.mux = s.routes()
 	return s, nil
@@ -144,7 +144,7 @@ func (s *Server) routes() *http.ServeMux {
 	handle("POST", "/reset_prefix_cache", s.reset)
 	handle("POST", "/tokenize", s.tokenize)
 	if s.config.Gatherer != nil {
-		handle("GET", "/metrics", promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{}).ServeHTTP)
+		handle("GET", "/metrics", s.watched(promhttp.HandlerFor(s.config.Gatherer, promhttp.HandlerOpts{})))
 	}
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		e := &Error{http.StatusNotFound, "invalid_request_error", "", "not_found", "there is no " + r.URL.Path}
@@ -174,18 +174,17 @@ type exchange struct {
 	id     string // 128 random bits; a client's own id is a label only
 	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature
 	chat   bool
-	key    string // names the client's API key
+	key    *apikeys.Key // the client's; nil: there are no keys
 	params params
 	jobs   []job
 	cached *engine.Cached // the answer to a cache query
+
+	generated atomic.Int64 // tokens of all jobs, taken by the client or not; where there are keys
 }
 
 func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
-		if s.config.KeyName != nil {
-			x.key = s.config.KeyName(r.Header.Get("Authorization"))
-		}
 		label := label(r.Header.Get("X-Request-Id"), x.id)
 		if strings.HasPrefix(label, pairPrefix) {
 			x.pair = label + "-"
@@ -221,6 +220,10 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	if s.draining.Load() {
 		return errDraining()
 	}
+	var err error
+	if x.key, err = s.keyOf(r); err != nil {
+		return err
+	}
 	body, err := s.readBody(w, r) // before it has a slot: a client that dawdles takes none from the others
 	if err != nil {
 		return err
@@ -228,27 +231,34 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	if s.draining.Load() { // by now
 		return errDraining()
 	}
-	if err := s.takeSlot(); err != nil {
+	leave, err := s.fair.enter(x.key)
+	if err != nil {
 		return err
 	}
-	defer func() { <-s.slots }()
+	defer leave()
 	s.metrics.inFlight.Inc()
 	defer s.metrics.inFlight.Dec()
 	if err := s.decode(x, body); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancel(r.Context())
-	pieces, err := s.start(ctx, x.jobs)
+	end, err := s.admit(w, x)
 	if err != nil {
-		cancel()
 		return err
 	}
+	ctx, cancel := context.WithCancel(r.Context())
+	pieces, err := s.start(ctx, x)
+	if err != nil {
+		cancel()
+		end(0)
+		return err
+	}
+	a := s.newWriter(ctx, w, x)
 	defer func() {
 		cancel()
 		for range pieces { // until the engine has let go of the request
 		}
+		end(a.used(err))
 	}()
-	a := s.newWriter(ctx, w, x)
 	if x.params.stream {
 		err = a.stream(pieces)
 	} else {
@@ -260,14 +270,15 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	return err
 }
 
-// takeSlot takes one of the slots of requests whose body has come.
-func (s *Server) takeSlot() error {
-	select {
-	case s.slots <- struct{}{}:
-		return nil
-	default:
-		return fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, cap(s.slots))
+// keyOf is the client's key; nil if there are no keys. The front has checked it, but the keys may have changed since then.
+func (s *Server) keyOf(r *http.Request) (*apikeys.Key, error) {
+	if s.config.Key == nil {
+		return nil, nil
 	}
+	if key := s.config.Key(r.Header.Get("Authorization")); key != nil {
+		return key, nil
+	}
+	return nil, &Error{http.StatusUnauthorized, "invalid_request_error", "", "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY"}
 }
 
 // readBody reads a body within its limits of size and time.
@@ -331,6 +342,10 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	s.tellUnknown(&x.params)
 	if err := s.knownModel(x.params.model); err != nil {
 		return err
+	}
+	var err error
+	if x.params.salt, err = x.key.Salt(x.params.salt); err != nil {
+		return invalid("cache_salt", "invalid_value", "%v", err)
 	}
 	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
 		return err
@@ -457,13 +472,16 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 		InFlight   int  `json:"in_flight"`             // requests that run, of any kind that counts for max_in_flight
 	}
 	h := s.config.Engine.Health()
+	running, waiting := s.fair.counts()
+	h.Waiting += waiting
 	answer := struct {
 		Status      string `json:"status"`        // ok, degraded (connector not ready), draining
 		MaxInFlight int    `json:"max_in_flight"` // requests beyond these get a 429: routers without a key must know it, too
+		TLS         bool   `json:"tls"`           // the port speaks HTTPS
 		*details           // nil: for strangers
-	}{Status: "ok", MaxInFlight: cap(s.slots)}
-	if s.config.Known == nil || s.config.Known(r.Header.Get("Authorization")) {
-		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: len(s.slots)}
+	}{Status: "ok", MaxInFlight: s.fair.places, TLS: r.TLS != nil}
+	if key, err := s.keyOf(r); err == nil && key.Watches() {
+		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: running}
 		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
 			answer.KV = &kv{fit, s.config.Events}
 		}
@@ -481,7 +499,21 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 }
 
 func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
-	err := s.config.Engine.Reset(r.Context())
+	key, err := s.keyOf(r)
+	if err == nil && key != nil && !key.Admin {
+		err = &Error{
+			http.StatusForbidden, "invalid_request_error", "", "admin_key_required",
+			"only a client whose line in the file of API keys says admin may empty the cache, which all tenants share",
+		}
+	}
+	if err == nil {
+		err = s.config.Engine.Reset(r.Context())
+	}
+	act := apikeys.Act{Action: "reset", Remote: r.RemoteAddr, Result: apikeys.ResultOf(err)}
+	if key != nil {
+		act.Key = key.Name
+	}
+	s.audit(act, err)
 	if err == nil {
 		err = s.sendJSON(w, http.StatusOK, struct {
 			Reset bool `json:"reset"`
@@ -489,6 +521,32 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 	}
 	if err != nil {
 		asError(err).Write(w)
+	}
+}
+
+// audit keeps an act in the log, and of refused ones a line once in a while.
+func (s *Server) audit(act apikeys.Act, err error) {
+	if e, refused := errors.AsType[*Error](err); !refused || e.Status >= http.StatusInternalServerError {
+		act.Log(s.config.Log)
+		return
+	}
+	if n := s.refusals.Due(time.Now()); n > 0 {
+		act.Log(s.config.Log, "refused", n)
+	}
+}
+
+// watched lets only clients through that may see what is about all tenants.
+func (s *Server) watched(next http.Handler) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		key, err := s.keyOf(r)
+		if err == nil && !key.Watches() {
+			err = &Error{http.StatusForbidden, "invalid_request_error", "", "metrics_key_required", apikeys.WantMetrics}
+		}
+		if err != nil {
+			asError(err).Write(w)
+			return
+		}
+		next.ServeHTTP(w, r)
 	}
 }
 
@@ -521,6 +579,7 @@ type metrics struct {
 	queries       *prometheus.CounterVec
 	unknownFields prometheus.Counter
 	inFlight      prometheus.Gauge
+	waiting       prometheus.Gauge
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
@@ -531,6 +590,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		queries:       s.Counters("kvport_cache_queries_total", "Cache queries by how they ended: answered, unknown (a connector of some scope did not say in time), limited (too many of one API key), failed.", "result"),
 		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
 		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
+		waiting:       s.Gauge("kvport_http_prompts_waiting", "Prompts of clients with API keys that wait for their turn: the engine does not have them yet."),
 	}
 	return m, s.Register(reg)
 }

@@ -169,7 +169,7 @@ func TestHealthSaysWhatFits(t *testing.T) {
 // Where there are API keys, whoever has none learns the status, and how many requests may run, and nothing else.
 func TestHealthForStrangers(t *testing.T) {
 	e := &fitting{fit: host.Fit{Role: "kv_producer", EngineID: "P1", TicketKey: "k"}}
-	f := serve(t, e, func(c *Config) { c.Known = func(authorization string) bool { return authorization == "Bearer k" } })
+	f := serve(t, e, func(c *Config) { c.Key = onlyKey })
 	for header, details := range map[string]bool{"": false, "Bearer x": false, "Bearer k": true} {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, f.URL+"/health", nil)
 		require.NoError(t, err)
@@ -185,7 +185,7 @@ func TestHealthForStrangers(t *testing.T) {
 			require.Contains(t, string(body), `"model":"tiny"`)
 			continue
 		}
-		require.JSONEq(t, `{"status":"ok","max_in_flight":256}`, string(body), header)
+		require.JSONEq(t, `{"status":"ok","max_in_flight":256,"tls":false}`, string(body), header)
 	}
 }
 
@@ -429,7 +429,7 @@ func TestHealth(t *testing.T) {
 	}
 	code, body := get("/health")
 	require.Equal(t, 200, code)
-	require.JSONEq(t, `{"status":"ok","model":"tiny","cache_query":true,"max_in_flight":256,"in_flight":0,"running":1,"waiting":2,"blocks":{"free":3,"used":0,"pinned":0,"held":0},
+	require.JSONEq(t, `{"status":"ok","model":"tiny","cache_query":true,"max_in_flight":256,"tls":false,"in_flight":0,"running":1,"waiting":2,"blocks":{"free":3,"used":0,"pinned":0,"held":0},
 		"connector":{"connector":"X","state":"ready","trust":"","pid":7,"restarts":0,"since_ns":0,"pending":0,"loading":0,"held":0}}`, body)
 	e.health.Host.State = "restarting"
 	code, body = get("/health")

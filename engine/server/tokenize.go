@@ -62,10 +62,15 @@ func (s *Server) tokenizeBody(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	if err := s.takeSlot(); err != nil {
+	key, err := s.keyOf(r)
+	if err != nil {
 		return err
 	}
-	defer func() { <-s.slots }()
+	leave, err := s.fair.enter(key)
+	if err != nil {
+		return err
+	}
+	defer leave()
 	q, err := s.decodeTokenize(body)
 	if err != nil {
 		return err

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/host"
 )
@@ -55,24 +56,26 @@ func TestTokenize(t *testing.T) {
 // It takes one of the places of requests, as a generation does.
 func TestTokenizeTakesASlot(t *testing.T) {
 	f := serve(t, &script{}, func(c *Config) { c.MaxInFlight = 1 })
-	f.server.slots <- struct{}{}
+	leave, err := f.server.fair.enter(nil)
+	require.NoError(t, err)
 	resp, body := f.post(t, "/tokenize", `{"prompt":"hi"}`)
 	require.Equal(t, 429, resp.StatusCode)
 	require.Contains(t, body, `"code":"overloaded"`)
-	<-f.server.slots
+	leave()
 	for range 2 {
 		resp, body = f.post(t, "/tokenize", `{"prompt":"hi"}`)
 		require.Equal(t, 200, resp.StatusCode, body)
 	}
-	require.Empty(t, f.server.slots)
+	running, _ := f.server.fair.counts()
+	require.Zero(t, running)
 }
 
 // Routers learn from /health where the events are; whoever has no key does not.
 func TestHealthNamesEvents(t *testing.T) {
 	place := kvevents.Place{Endpoint: "ipc:///run/events", ReplayEndpoint: "ipc:///run/replay"}
-	get := func(known func(string) bool) string {
+	get := func(key func(string) *apikeys.Key) string {
 		e := &fitting{fit: host.Fit{Role: "none", Model: "m"}}
-		resp, err := http.Get(serve(t, e, func(c *Config) { c.Events, c.Known = &place, known }).URL + "/health")
+		resp, err := http.Get(serve(t, e, func(c *Config) { c.Events, c.Key = &place, key }).URL + "/health")
 		require.NoError(t, err)
 		defer resp.Body.Close()
 		data, err := io.ReadAll(resp.Body)
@@ -81,5 +84,5 @@ func TestHealthNamesEvents(t *testing.T) {
 	}
 	require.Contains(t, get(nil), `"events":{"endpoint":"ipc:///run/events","replay_endpoint":"ipc:///run/replay"}`)
 	require.Contains(t, get(nil), `"role":"none"`)
-	require.NotContains(t, get(func(string) bool { return false }), "events")
+	require.NotContains(t, get(func(string) *apikeys.Key { return nil }), "events")
 }

@@ -187,13 +187,14 @@ func engineImports() map[string][]string {
 	return map[string][]string{
 		"engine":                  slices.Concat(host, engineParts()),
 		"engine/*":                host,
+		"engine/apikeys":          {"connector", "engine/router/admission", "internal/keyring", "internal/strictjson"},
 		"engine/gguf":             {},
 		"engine/kvcache":          {"connector"},
 		"engine/kvevents":         {"internal/meter", "internal/strictjson", "internal/zmtp"},
 		"engine/model":            {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
 		"engine/model/kernel":     {"engine/gguf"},
 		"engine/model/sim":        {"connector", "engine/model"},
-		"engine/router":           {"connector", "engine/kvevents", "engine/router/...", "internal/meter", "internal/register"},
+		"engine/router":           {"connector", "engine/apikeys", "engine/kvevents", "engine/router/...", "internal/meter", "internal/register"},
 		"engine/router/admission": {}, // pure
 		"engine/router/kvindex":   {"engine/kvevents"},
 		"engine/router/policy":    {"internal/strictjson", "engine/router/internal/fairlru"}, // pure: no clock, no lock, no I/O
@@ -202,7 +203,7 @@ func engineImports() map[string][]string {
 
 		"engine/sample":    {},
 		"engine/sched":     {"connector", "engine/kvcache"},
-		"engine/server":    slices.Concat(host, engineParts(), []string{"engine"}),
+		"engine/server":    slices.Concat(host, engineParts(), []string{"engine", "engine/apikeys", "engine/router/admission"}),
 		"engine/tokenizer": {"engine/gguf"},
 	}
 }

@@ -30,6 +30,31 @@ func load(path string) (_ *Ring, _ fs.FileInfo, err error) {
 			err = fmt.Errorf("key file %s: %w", path, err)
 		}
 	}()
+	data, info, err := readOwn(path, maxFile, false)
+	if refused, is := errors.AsType[*openError](err); is {
+		return nil, nil, refuse("%w", refused)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	ring, err := Parse(data)
+	return ring, info, err
+}
+
+// openError says that others may have read a file, or that it is none.
+type openError struct{ text string }
+
+// Error implements error.
+func (e *openError) Error() string { return e.text }
+
+// ReadOwn reads a file that only its owner can read, of any kind: the first most+1 bytes of it. A group may read it, too, if the
+// owner is root and this process is not, for which there is no other way.
+func ReadOwn(path string, most int) ([]byte, error) {
+	data, _, err := readOwn(path, most, true)
+	return data, err
+}
+
+func readOwn(path string, most int, ofRoot bool) ([]byte, fs.FileInfo, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a FIFO must not block us
 	if err != nil {
 		return nil, nil, err
@@ -40,17 +65,23 @@ func load(path string) (_ *Ring, _ fs.FileInfo, err error) {
 		return nil, nil, err
 	}
 	if !info.Mode().IsRegular() {
-		return nil, nil, refuse("it is no regular file")
+		return nil, nil, &openError{"it is no regular file"}
 	}
-	if perm := info.Mode().Perm(); perm&0o077 != 0 {
-		return nil, nil, refuse("mode %#o lets others read it, use chmod 600", perm)
+	perm := info.Mode().Perm()
+	if sys, ok := info.Sys().(*syscall.Stat_t); exposed(perm, ofRoot && ok && sys.Uid == 0 && os.Geteuid() != 0) {
+		return nil, nil, &openError{fmt.Sprintf("mode %#o lets others read it, use chmod 600", perm)}
 	}
-	data, err := io.ReadAll(io.LimitReader(file, maxFile+1))
-	if err != nil {
-		return nil, nil, err
+	data, err := io.ReadAll(io.LimitReader(file, int64(most)+1))
+	return data, info, err
+}
+
+// exposed reports whether others than those who shall read a file may use it. One of root's that a process of another user shall
+// read, such as a mounted secret of Kubernetes, is for the group that root has given it.
+func exposed(perm fs.FileMode, ofRoot bool) bool {
+	if ofRoot {
+		perm &^= 0o040
 	}
-	ring, err := Parse(data)
-	return ring, info, err
+	return perm&0o077 != 0
 }
 
 // File is a file of keys that may change while it is in use. It is safe for concurrent use, except that Watch runs once.
@@ -156,8 +187,7 @@ func (f *File) look(log *slog.Logger) {
 
 // Create makes the file of a ring. It never overwrites one: then the error wraps fs.ErrExist.
 func Create(path string, ring *Ring) error {
-	data := ring.Format()
-	return place(path, data, func(from, to string) error { return linkOrWrite(from, to, data, os.Link) })
+	return CreateOwn(path, ring.Format())
 }
 
 // linkOrWrite gives a file another name or, where the file system knows no links, writes its data once more. Neither
@@ -178,31 +208,57 @@ func linkOrWrite(from, to string, data []byte, link func(from, to string) error)
 	return err
 }
 
+// CreateOwn makes a file that only its owner can read. It never overwrites one: then the error wraps fs.ErrExist.
+func CreateOwn(path string, data []byte) error {
+	return place(path, data, func(from, to string) error { return linkOrWrite(from, to, data, os.Link) })
+}
+
 // Change replaces a file by what edit makes of it, in one step and for the same owner. Two changes at once follow each other.
-func Change(path string, edit func(*Ring) (*Ring, error)) (_ *Ring, err error) {
-	if path, err = filepath.EvalSymlinks(path); err != nil {
-		return nil, fmt.Errorf("key file: %w", err)
+func Change(path string, edit func(*Ring) (*Ring, error)) (ring *Ring, err error) {
+	err = RewriteOwn(path, maxFile, func(data []byte) ([]byte, error) {
+		before, err := Parse(data)
+		if err != nil {
+			return nil, err
+		}
+		if ring, err = edit(before); err != nil {
+			return nil, err
+		}
+		data = ring.Format()
+		if _, err := Parse(data); err != nil { // nobody could read it: it has become too large
+			return nil, fmt.Errorf("after this change %w", err)
+		}
+		return data, nil
+	})
+	if refused, is := errors.AsType[*openError](err); is {
+		err = refuse("key file %s: %w", path, refused)
 	}
-	folder, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return nil, fmt.Errorf("key file: %w", err)
-	}
-	defer folder.Close() // and with it the lock
-	if err := syscall.Flock(int(folder.Fd()), syscall.LOCK_EX); err != nil {
-		return nil, fmt.Errorf("key file %s: lock its folder: %w", path, err)
-	}
-	ring, info, err := load(path)
 	if err != nil {
 		return nil, err
 	}
-	if ring, err = edit(ring); err != nil {
-		return nil, fmt.Errorf("key file %s: %w", path, err)
+	return ring, nil
+}
+
+// RewriteOwn replaces a file that only its owner can read by what edit makes of its first most+1 bytes, as [Change] does.
+func RewriteOwn(path string, most int, edit func([]byte) ([]byte, error)) (err error) {
+	if path, err = filepath.EvalSymlinks(path); err != nil {
+		return fmt.Errorf("key file: %w", err)
 	}
-	data := ring.Format()
-	if _, err := Parse(data); err != nil { // nobody could read it: it has become too large
-		return nil, fmt.Errorf("key file %s: after this change %w", path, err)
+	folder, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return fmt.Errorf("key file: %w", err)
 	}
-	return ring, place(path, data, func(from, to string) error {
+	defer folder.Close() // and with it the lock
+	if err := syscall.Flock(int(folder.Fd()), syscall.LOCK_EX); err != nil {
+		return fmt.Errorf("key file %s: lock its folder: %w", path, err)
+	}
+	data, info, err := readOwn(path, most, false)
+	if err != nil {
+		return fmt.Errorf("key file %s: %w", path, err)
+	}
+	if data, err = edit(data); err != nil {
+		return fmt.Errorf("key file %s: %w", path, err)
+	}
+	return place(path, data, func(from, to string) error {
 		if sys, ok := info.Sys().(*syscall.Stat_t); ok && int(sys.Uid) != os.Geteuid() {
 			if err := os.Chown(from, int(sys.Uid), int(sys.Gid)); err != nil {
 				return fmt.Errorf("its owner is another user: %w", err)

@@ -296,3 +296,13 @@ func FuzzParse(f *testing.F) {
 		}
 	})
 }
+
+// A group may read a file of root's where the process is not root's: so secrets are mounted. Nobody may write it, and others nothing.
+func TestExposed(t *testing.T) {
+	for perm, want := range map[fs.FileMode][2]bool{ // of our own, and of root's
+		0o600: {false, false}, 0o400: {false, false}, 0o440: {true, false}, 0o640: {true, false},
+		0o460: {true, true}, 0o450: {true, true}, 0o444: {true, true}, 0o644: {true, true}, 0o602: {true, true},
+	} {
+		require.Equal(t, want, [2]bool{exposed(perm, false), exposed(perm, true)}, "%#o", perm)
+	}
+}

@@ -8,12 +8,14 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"strings"
 	"sync/atomic"
@@ -30,6 +32,7 @@ const (
 type Message struct {
 	Type string `json:"type"`                  // P or D
 	HTTP string `json:"http_address"`          // HOST:PORT where requests go
+	TLS  bool   `json:"tls,omitempty"`         // they go there over HTTPS
 	KV   string `json:"zmq_address,omitempty"` // HOST:PORT where blocks go; empty: the connector needs none
 	// Engine is the id of the engine: one that is registered elsewhere with it has moved. Empty: not known.
 	Engine string `json:"engine_id,omitempty"`
@@ -47,12 +50,16 @@ func IsGroup(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' || c == '"' })
 }
 
+// NoNonce is the nonce of a registration whose engine has got none yet.
+const NoNonce = "none"
+
 // Client registers one engine with one router. Its methods are for one goroutine at a time, except Counts.
 type Client struct {
-	URL   string                   // of the router's registrar: http://HOST:PORT
+	URL   string                   // of the router's registrar: http://HOST:PORT, https://HOST:PORT or unix:///PATH
 	Sign  func(body string) string // with the deployment's key
 	Every time.Duration            // between two registrations, which also bounds one; 3 s
 	Log   *slog.Logger
+	TLS   *tls.Config  // for a registrar over HTTPS; nil: the system's CAs
 	HTTP  *http.Client // nil: one of its own
 
 	nonces       map[string]string // by Message.Type
@@ -112,7 +119,7 @@ func (c *Client) say(ctx context.Context, m Message) error {
 		c.nonces = map[string]string{}
 	}
 	if c.HTTP == nil {
-		c.HTTP = &http.Client{Transport: &http.Transport{IdleConnTimeout: time.Minute}}
+		c.HTTP = &http.Client{Transport: c.transport()}
 	}
 	if c.Every > 0 {
 		var cancel context.CancelFunc
@@ -132,13 +139,35 @@ func (c *Client) say(ctx context.Context, m Message) error {
 	return nil
 }
 
+// unixScheme begins the URL of a registrar that listens on a unix socket.
+const unixScheme = "unix://"
+
+// transport reaches the registrar.
+func (c *Client) transport() *http.Transport {
+	t := &http.Transport{IdleConnTimeout: time.Minute, TLSClientConfig: c.TLS}
+	if path, is := strings.CutPrefix(c.URL, unixScheme); is {
+		t.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", path)
+		}
+	}
+	return t
+}
+
+// target is where registrations are posted.
+func (c *Client) target() string {
+	if strings.HasPrefix(c.URL, unixScheme) {
+		return "http://router/register"
+	}
+	return strings.TrimRight(c.URL, "/") + "/register"
+}
+
 func (c *Client) post(ctx context.Context, m Message) error {
-	m.Nonce, m.At = cmp.Or(c.nonces[m.Type], "none"), time.Now().UnixNano()
+	m.Nonce, m.At = cmp.Or(c.nonces[m.Type], NoNonce), time.Now().UnixNano()
 	body, err := json.Marshal(m)
 	if err != nil {
 		return err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, strings.TrimRight(c.URL, "/")+"/register", bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.target(), bytes.NewReader(body))
 	if err != nil {
 		return err
 	}

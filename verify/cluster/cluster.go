@@ -20,7 +20,7 @@ import (
 )
 
 // readyLine is what `kvport serve` and `kvport route` print once they accept requests.
-var readyLine = regexp.MustCompile(`\bready\b.*\burl=(http://\S+)`)
+var readyLine = regexp.MustCompile(`\bready\b.*\burl=(https?://\S+)`)
 
 // startTimeout covers reading and packing the real model's weights on a busy machine.
 const startTimeout = 2 * time.Minute

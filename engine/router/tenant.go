@@ -1,0 +1,56 @@
+package router
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+
+	"github.com/kvport/kvport/engine/apikeys"
+)
+
+// passesKeys reports whether clients' own keys go to the instances, which may put requests into tenants that the router does not know.
+func (c *Config) passesKeys() bool { return !c.OwnKeys && c.UpstreamKey == "" }
+
+// foreign reports whether instances may put the request into a tenant that the router does not know.
+func (c *call) foreign() bool {
+	return c.router.config.passesKeys() && c.header.Get("Authorization") != ""
+}
+
+// saltField is the field of a request that separates its KV blocks from those of others.
+const saltField = "cache_salt"
+
+// keyOf is the client's key, nil if there are no keys, and whether the client may come in. The front has checked it, but the
+// keys may have changed since then, and some paths need no key.
+func (r *Router) keyOf(req *http.Request) (k *apikeys.Key, known bool) {
+	if r.config.Key == nil {
+		return nil, true
+	}
+	k = r.config.Key(req.Header.Get("Authorization"))
+	return k, k != nil
+}
+
+// salt puts a request's KV blocks into the tenant of its client. Instances know tenants by salts alone, and a kvport instance
+// believes those of a client that is a router.
+func (r *Router) salt(body fields, k *apikeys.Key) error {
+	if k == nil { // instances would take this router's word for whose tenant it is, and what is known of them would be told to anybody who names it
+		k = &apikeys.Key{}
+	}
+	given := ""
+	if raw, is := body[saltField]; is && json.Unmarshal(raw, &given) != nil {
+		if k.Tenant == "" { // an instance will refuse it
+			return nil
+		}
+		return errors.New(saltField + ": want a string")
+	}
+	salt, err := k.Salt(given)
+	if err != nil || salt == given {
+		return err
+	}
+	raw, err := json.Marshal(salt)
+	if err != nil {
+		return fmt.Errorf("%s: %w", saltField, err)
+	}
+	body[saltField] = raw
+	return nil
+}

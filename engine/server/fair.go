@@ -1,0 +1,241 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/engine/router/admission"
+)
+
+// fairness keeps clients with API keys to their limits and lets their prompts take turns, so that none of them fills the
+// engine's queue, where the first one is served first. Requests of routers take no turns here: they have waited there.
+type fairness struct {
+	places  int // of requests whose body has come
+	waiting prometheus.Gauge
+
+	mu     sync.Mutex
+	limits *admission.Queue // of requests, none of which waits
+	turns  *admission.Queue // of prompts, of each request one at a time
+	taken  int              // places
+	each   map[string]int   // places by the names of clients
+	behind int              // prompts that the engine does not have yet
+}
+
+// newFairness gives the engine as many prompts as its scheduler looks at: those that it computes at once, and as many again
+// whose blocks are loaded meanwhile.
+func newFairness(seqs, places int, waiting prometheus.Gauge) *fairness {
+	return &fairness{
+		places: places, waiting: waiting,
+		limits: admission.NewQueue(admission.Config{Slots: math.MaxInt}),
+		turns:  admission.NewQueue(admission.Config{Slots: 2 * seqs, Waiting: places}),
+		each:   map[string]int{},
+	}
+}
+
+// enter takes a place for a request of a client, until leave. A client with a tenant may have seven eighths of the places that
+// others leave, since its requests may wait here for long. Routers may have all, as may clients that nobody tells apart.
+func (f *fairness) enter(k *apikeys.Key) (leave func(), err error) {
+	name, shares := "", false
+	if k != nil {
+		name, shares = k.Name, k.Tenant != ""
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	left := f.places - (f.taken - f.each[name])
+	if shares {
+		left -= left / 8
+	}
+	switch {
+	case f.taken >= f.places:
+		return nil, fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, f.taken)
+	case f.each[name] >= left:
+		return nil, fmt.Errorf("%w: %s has %d running or waiting already, and may have seven eighths of those that others leave", engine.ErrOverloaded, name, f.each[name])
+	}
+	f.taken++
+	f.each[name]++
+	return func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.taken--
+		if f.each[name]--; f.each[name] == 0 {
+			delete(f.each, name)
+		}
+	}, nil
+}
+
+// counts is how many requests have a place, and how many prompts wait for their turn.
+func (f *fairness) counts() (requests, waiting int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.taken, f.behind
+}
+
+// wait counts prompts that wait for their turn; a negative number takes them out again.
+func (f *fairness) wait(n int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.behind += n
+	f.waiting.Set(float64(f.behind))
+}
+
+// request counts a request of a client that may cost tokens, until end, which is told what it cost; a negative number
+// says that nobody knows. The error is an *admission.RefusedError.
+func (f *fairness) request(k *apikeys.Key, tokens int) (end func(used int), err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	r, err := f.limits.Arrive(time.Now(), k.Name, k.Limits, tokens)
+	if err != nil {
+		return nil, err
+	}
+	return func(used int) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.limits.End(time.Now(), r, used)
+	}, nil
+}
+
+// turn waits until a prompt of a client may go to the engine, where it is until done.
+func (f *fairness) turn(ctx context.Context, k *apikeys.Key, tokens int) (done func(), err error) {
+	f.mu.Lock()
+	r, err := f.turns.Arrive(time.Now(), k.Name, admission.Limits{}, tokens)
+	f.mu.Unlock()
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", engine.ErrOverloaded, err)
+	}
+	done = func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.turns.End(time.Now(), r, 0)
+	}
+	select {
+	case <-r.Decided():
+	case <-ctx.Done():
+	}
+	switch {
+	case ctx.Err() == nil:
+		return done, nil
+	case cutOff(ctx):
+		err = errDraining()
+	default:
+		err = errLeft
+	}
+	done()
+	return nil, err
+}
+
+// unsaidTokens is what an answer is estimated at whose request does not say, as in a router.
+const unsaidTokens = 256
+
+// cost estimates how many tokens a prompt and its answer have.
+func (x *exchange) cost(j *job) int {
+	answer := j.request.MaxTokens
+	if x.params.maxTokens == 0 {
+		answer = min(answer, unsaidTokens)
+	}
+	return len(j.prompt) + answer
+}
+
+// admit keeps the request's client to its limits. What it cost goes to end.
+func (s *Server) admit(w http.ResponseWriter, x *exchange) (end func(used int), err error) {
+	if x.key == nil {
+		return func(int) {}, nil
+	}
+	tokens := 0
+	for i := range x.jobs {
+		tokens += x.cost(&x.jobs[i])
+	}
+	end, err = s.fair.request(x.key, tokens)
+	refusal, refused := errors.AsType[*admission.RefusedError](err)
+	if !refused {
+		return end, err
+	}
+	w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
+	limits := x.key.Limits
+	var message string
+	switch refusal.Reason {
+	case admission.RequestRate:
+		message = fmt.Sprintf("%s may send %d requests a minute (requests_per_minute)", x.key.Name, limits.RequestsPerMinute)
+	case admission.TokenRate:
+		message = fmt.Sprintf("%s may use %d tokens a minute (tokens_per_minute)", x.key.Name, limits.TokensPerMinute)
+	default:
+		message = fmt.Sprintf("%s may have %d requests running (max_in_flight)", x.key.Name, limits.InFlight)
+	}
+	return nil, &Error{http.StatusTooManyRequests, "rate_limit_error", "", "rate_limit_exceeded", message}
+}
+
+// used is how many tokens a request cost that ended with err. What the server could not answer costs nothing. A client that left
+// pays for what the engine has generated by then, taken or not, else it would leave just before the end.
+func (a *writer) used(err error) int {
+	switch {
+	case a.open == 0:
+		return a.total.Prompt + a.total.Generated
+	case err != nil && !errors.Is(err, errLeft):
+		return 0
+	}
+	tokens := int(a.x.generated.Load())
+	for i := range a.jobs {
+		tokens += len(a.jobs[i].prompt)
+	}
+	return tokens
+}
+
+// takesTurns reports whether prompts wait here for a place in the engine.
+func (x *exchange) takesTurns() bool { return x.key != nil && !x.key.Router && !x.params.query }
+
+// submitted is a job that the engine has.
+type submitted struct {
+	results <-chan engine.Output
+	cancel  context.CancelCauseFunc
+}
+
+// submit gives a job to the engine when it is its turn, and the turn to another one when the engine has ended it.
+func (s *Server) submit(ctx context.Context, x *exchange, j *job) (*submitted, error) {
+	done := func() {}
+	if x.takesTurns() {
+		var err error
+		if done, err = s.fair.turn(ctx, x.key, x.cost(j)); err != nil {
+			return nil, err
+		}
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	results, err := s.config.Engine.Submit(ctx, j.request)
+	if err != nil {
+		cancel(err)
+		done()
+		return nil, err
+	}
+	if x.key != nil {
+		results = x.relay(results, done)
+	}
+	return &submitted{results, cancel}, nil
+}
+
+// relay passes on what the engine says about a job, and calls done when that was all, though the client may not have read it: one
+// that reads slowly keeps no turn. What is not read yet is taken back and sent again with the news, as in the engine.
+func (x *exchange) relay(results <-chan engine.Output, done func()) <-chan engine.Output {
+	out := make(chan engine.Output, 1)
+	go func() {
+		defer close(out)
+		defer done()
+		for o := range results {
+			x.generated.Add(int64(len(o.Tokens)))
+			select {
+			case unread := <-out:
+				o.Tokens = append(unread.Tokens, o.Tokens...)
+			default:
+			}
+			out <- o
+		}
+	}()
+	return out
+}
