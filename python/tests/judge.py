@@ -49,8 +49,9 @@ class BrokenError(AssertionError):
 class Judge:
     """Sees every message between the connector and its agent. The player tells it what vLLM does."""
 
-    def __init__(self, engine, chain):
+    def __init__(self, engine, chain, slow=False):
         self.engine, self.chain = engine, chain  # chain: keys of a request's full blocks
+        self.slow, self.late = slow, []  # slow: the scheduler hears of saves that are over when nothing else is to be done
         self.broken = []
         self.checks = 0
         self.asked = None  # the lookup under way: request, computed, tokens
@@ -83,12 +84,24 @@ class Judge:
                 self.answered = answer.match.tokens
             return answer
 
-        def spy_take(answer):
+        def deliver(answer):
             take(answer)
             if answer.WhichOneof("result") == "event":
                 hear(answer.event)
 
+        def spy_take(answer):
+            if self.slow and answer.WhichOneof("result") == "event" and answer.event.kind == SAVED:
+                self.late.append(lambda: deliver(answer))
+            else:
+                deliver(answer)
+
         link.send, link.call, link._take = spy_send, spy_call, spy_take
+
+    def release(self):
+        """Let the scheduler hear of the saves that are over."""
+        late, self.late = self.late, []
+        for deliver in late:
+            deliver()
 
     def attached(self):
         """Check what both sides said of themselves when they attached."""

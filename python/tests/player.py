@@ -29,14 +29,15 @@ def key(short):
 class Player:
     """Calls the connector as the trace did. Where the connector offers less, the forward pass does what the trace loads.
 
-    An older vLLM has no pool to pin blocks in, does not show its block tables, and asks get_finished.
+    An older vLLM has no pool to pin blocks in, does not show its block tables, and asks get_finished. With slow, saves take
+    until the engine waits for them.
     """
 
-    def __init__(self, log, engine, store, older=False):
+    def __init__(self, log, engine, store, older=False, slow=False):
         self.engine, self.store, self.older = engine, store, older
         self.log = log
         self.chains = golden.Chains([c for c in log if c["side"] == "sched"], BLOCK_TOKENS).lists
-        self.judge = Judge(engine, lambda r: [key(h) for h in self.chains.get(r, [])])
+        self.judge = Judge(engine, lambda r: [key(h) for h in self.chains.get(r, [])], slow)
         self.requests, self.answers, self.computed, self.loading = {}, {}, {}, {}
         self.local, self.denied, self.kept, self.running = set(), set(), {}, set()
         self.restore = {}  # by request whose load fails: what mends the files
@@ -328,6 +329,7 @@ class Player:
 
     def come_to_rest(self):
         """Step once; where no save is under way any more nothing may be pending."""
+        self.judge.release()
         quiet = not self.judge.saving
         self.empty_step()
         if quiet:

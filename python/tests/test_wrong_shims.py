@@ -16,7 +16,7 @@ def caught(wrong, here):
     engine = Engine(here / "store", pool=not wrong.older)
     try:
         with pytest.raises(BrokenError) as broken:
-            Player(log, engine, here / "store", wrong.older).play()
+            Player(log, engine, here / "store", wrong.older, wrong.slow).play()
     finally:
         engine.close()
     print(f"\n{wrong.name}: {broken.value}")

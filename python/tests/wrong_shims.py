@@ -22,6 +22,7 @@ class Wrong:
     name: str
     plant: Callable
     trace: str = "async"
+    slow: bool = False  # it shows while a request that has ended is being saved
     older: bool = False  # it shows where vLLM has no pool to pin in and shows no tables
     refused: str = ""  # what the agent answers to its attach; empty: it is taken in, and breaks the rule
 
@@ -349,11 +350,13 @@ def mirrored_and_not_copied(patch):
 
 
 ENDS = [
-    Wrong(36, "blocks are freed while they are being saved", around(Delayed, "wait", at_once), older=True),
+    Wrong(36, "blocks are freed while they are being saved", around(Delayed, "wait", at_once), older=True, slow=True),
     Wrong(48, "an end is told twice", ends(twice)),
     Wrong(48, "the end of a request that never came", ends(of_nobody)),
     Wrong(48, "an end with tokens that are not computed", ends(too_many)),
-    Wrong(49, "blocks that are being saved are given away", around(Delayed, "wait", lambda real: lambda self, r: False), older=True),
+    Wrong(
+        49, "blocks that are being saved are given away", around(Delayed, "wait", lambda real: lambda self, r: False), older=True, slow=True
+    ),
     Wrong(49, "blocks are kept for ever", around(Delayed, "take", lambda real: lambda self: real(self) and []), older=True),
     Wrong(54, "a save never ends", around(Saving, "saved", lambda real: lambda self, event: None)),
     Wrong(54, "an end is never told", ends(never)),
