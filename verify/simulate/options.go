@@ -126,6 +126,29 @@ func (o *Options) drawComposition(r *rand.Rand) {
 	}
 }
 
+// shows reports whether a world of these options has what a mutant has wrong.
+func (o *Options) shows(m Mutant) bool {
+	switch m {
+	case CheckThenCopy, DigestOfCopy, SlotsShared:
+		return o.Slots > 0
+	case DigestWithoutPlace:
+		return o.Groups*o.Ranks > 1
+	case ResetUnheard:
+		return o.Medium == ThroughStore && o.Faults > 0
+	case ReshapeOffByOne, ReshapePart, CutBeforeCheck:
+		return o.OtherTokens > 0
+	case ChildGoneEarly, ChildFreedOnCancel, ChildTicketsMixed, ChildHoldConsumed:
+		return o.Children
+	case TaintSigned, TaintUntold, TaintPart, TaintForgotten, TaintHeld:
+		return o.Lossy
+	case TurnKept, TurnLeased, TurnUnchecked, TurnNotWorth:
+		return o.Turns
+	case LayerEarly:
+		return o.Layers
+	}
+	return true
+}
+
 // trackerConfig has the deadlines that hosts have by default.
 func (h *host) trackerConfig() tracker.Config {
 	o := &h.w.opt

@@ -413,14 +413,20 @@ type Kill struct {
 	Seed   uint64     // of First
 }
 
-// Hunt plays n seeds with a mutant, and if none notices it, more, up to limit.
+// worldsOf is how many worlds are drawn for each that Hunt may play: the others lack the power that the mutant has wrong.
+const worldsOf = 64
+
+// Hunt plays n worlds with a mutant, and if none notices it, more, up to limit. Worlds that cannot show it are not played.
 func Hunt(m MutantInfo, n, limit, steps int) Kill {
 	k := Kill{MutantInfo: m}
-	for seed := range uint64(limit) {
-		if k.Seeds >= n && k.First != nil {
+	for seed := range uint64(limit) * worldsOf {
+		if k.Seeds >= n && k.First != nil || k.Seeds >= limit {
 			break
 		}
 		o := draw(seed)
+		if !o.shows(m.Mutant) {
+			continue
+		}
 		o.Mutant = m.Mutant
 		r := Play(o, steps)
 		k.Seeds++
