@@ -44,13 +44,17 @@ func Count(t *testing.T, name string, value, short, full int) int {
 	if os.Getenv("KVPORT_SOAK") != "" {
 		n = full
 	}
-	flag.Visit(func(f *flag.Flag) {
-		if f.Name == name {
-			n = value
-		}
-	})
+	if given(name) {
+		n = value
+	}
 	t.Logf("-%s %d; soak runs %d", name, n, full)
 	return n
+}
+
+// given reports whether a flag is on the command line.
+func given(name string) (is bool) {
+	flag.Visit(func(f *flag.Flag) { is = is || f.Name == name })
+	return is
 }
 
 // Binary is kvport as make build has built it.
@@ -233,9 +237,12 @@ func (r *Rig) Idle(p *cluster.Process) {
 }
 
 // Texts cuts n prompts of lo to hi bytes of real text from the repository, at places the seed
-// chooses.
+// chooses. Unless the counts are full, or chosen with -prompts, only the shortest third of the lengths is used.
 func Texts(t *testing.T, seed uint64, n, lo, hi int) []string {
 	t.Helper()
+	if os.Getenv("KVPORT_SOAK") == "" && !given("prompts") {
+		hi = lo + (hi-lo)/3
+	}
 	var all strings.Builder
 	for _, name := range []string{"LICENSE", "CONTRIBUTING.md", "README.md", "connector/connector.go", "engine/model/model.go"} {
 		data, err := os.ReadFile(filepath.Join(testkit.Root(t), name))
