@@ -68,7 +68,7 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 test: deps build ## every test, short counts; what runs beside the Go tests is printed after them (18 minutes on 2 quiet cores)
 	@scripts/test.sh $(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
 
-test-faults:
+test-faults: ## the tests that need failpoints: a kill and an error at each; CI runs them as a stage of their own
 	$(GO) test $(LEAN) -tags kvport_fault -v -timeout $(TEST_LIMIT) $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build

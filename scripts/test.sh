@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command, which tests the Go packages, and beside it the tests of python/ and of failpoints. These leave a
-# processor idle now and then; what they print comes at the end.
+# Runs a command, which tests the Go packages, and beside it the tests of python/. These leave a processor idle now and
+# then; what they print comes at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,12 +16,7 @@ if [ "$(df --output=avail -k "$shm" 2>/dev/null | tail -n 1)" -ge $((4 << 20)) ]
 		export GOTMPDIR=${GOTMPDIR:-$disk} TMPDIR=$memory GOFLAGS="${GOFLAGS:-} -exec=$memory/runs"
 	fi
 fi
-(
-	failed=0
-	TMPDIR=$disk make --no-print-directory pytest || failed=1
-	make --no-print-directory test-faults || failed=1
-	exit "$failed"
-) >"$beside" 2>&1 &
+TMPDIR=$disk make --no-print-directory pytest >"$beside" 2>&1 &
 failed=0
 "$@" || failed=1
 wait $! || failed=1

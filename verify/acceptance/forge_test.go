@@ -69,7 +69,7 @@ func wholeFile(value []byte) []byte {
 // are counted by reason.
 func TestForgedBlocks(t *testing.T) {
 	r := rig.New(t)
-	prompts, want := r.Unaligned(rig.Texts(t, *rig.Seed+4100, 8, 700, 900), 4)
+	prompts, want := r.Forgeable(*rig.Seed+4100)
 	r.Forgeries(folders(r), prompts, want)
 }
 

@@ -16,7 +16,7 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-var flagForgeries = flag.Int("forgeries", 0, "forged blocks to read; default 27, in soak 1000")
+var flagForgeries = flag.Int("forgeries", 0, "forged blocks to read; default 18, in soak 1000")
 
 // Medium is where engines keep blocks that somebody else can write.
 type Medium struct {
@@ -124,7 +124,14 @@ func (r *Rig) Keys(path string, args ...string) (ids []string) {
 // Forged is how many forged blocks a test has read.
 func (r *Rig) Forged() int {
 	r.Helper()
-	return Count(r.T, "forgeries", *flagForgeries, 27, 1000)
+	return Count(r.T, "forgeries", *flagForgeries, 18, 1000)
+}
+
+// Forgeable are prompts for Forgeries.
+func (r *Rig) Forgeable(seed uint64) (prompts []string, want []*cluster.Completion) {
+	r.Helper()
+	n := Count(r.T, "prompts", *Prompts, 2, 4)
+	return r.Unaligned(Texts(r.T, seed, 2*n+2, 500, 900), n)
 }
 
 // Unread is what an engine has counted of blocks that it could not use, by reason.
