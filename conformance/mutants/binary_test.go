@@ -126,6 +126,9 @@ func TestPrivateAsBinary(t *testing.T) {
 		conformance.Remote, conformance.Pipe, conformance.PDProducer, conformance.PDConsumer, conformance.Bidirectional, conformance.Reshape, conformance.LayerWise,
 		conformance.Offload, conformance.MultiChildren,
 	}
+	if os.Getenv("KVPORT_SOAK") == "" { // over the wire TestReferenceOverTheWire has it, and make conform as a process of the plugins
+		others = append(others, conformance.Store)
+	}
 	profiles := slices.DeleteFunc(conformance.Profiles(), func(p conformance.Profile) bool { return slices.Contains(others, p) })
 	conformance.Run(t, conformance.Binary(plugin(t, "kvport-private"), nil), profiles...)
 }
@@ -143,8 +146,11 @@ func TestFilesAsBinary(t *testing.T) {
 	if testing.Short() {
 		t.Skip("some 150 processes, each with the race detector in make race; make test runs them")
 	}
-	conformance.Run(t, conformance.Binary(plugin(t, "kvport-files"), filesConfig()),
-		conformance.Store, conformance.Lifecycle, conformance.MultiRank, conformance.Fault)
+	profiles := []conformance.Profile{conformance.Lifecycle, conformance.Fault}
+	if os.Getenv("KVPORT_SOAK") != "" { // else make conform has them, of the plugins
+		profiles = append(profiles, conformance.Store, conformance.MultiRank)
+	}
+	conformance.Run(t, conformance.Binary(plugin(t, "kvport-files"), filesConfig()), profiles...)
 }
 
 func check(t *testing.T, path string, deadline time.Duration, id string) conformance.Result {
