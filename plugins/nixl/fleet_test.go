@@ -168,7 +168,7 @@ func (f *nixlFleet) catch(prompt string) (c caught, answer chan *cluster.Complet
 // caughtAnew tries prompts until one is caught.
 func (f *nixlFleet) caughtAnew(n uint64) (c caught, prompt string, answer chan *cluster.Completion) {
 	f.Helper()
-	lo, hi := 2000, 3000
+	lo, hi := 1200, 3000
 	for try := range uint64(50) {
 		prompt = rig.Texts(f.T, *rig.Seed+1000*n+try, 1, lo, hi)[0]
 		var err error
@@ -277,7 +277,7 @@ const busy = 3 * time.Second
 // reuse has an engine compute other prompts, which takes the slots that are free again.
 func (f *nixlFleet) reuse(p *cluster.Process, n uint64) {
 	f.Helper()
-	f.All(p.URL, rig.Texts(f.T, *rig.Seed+500_000+n, 2, 2000, 3000), 2)
+	f.All(p.URL, rig.Texts(f.T, *rig.Seed+500_000+n, 2, 1200, 3000), 2)
 }
 
 // TestNixlPeerStops: a prefill engine that is stopped together with its plugin costs D its load after a bounded time,

@@ -32,7 +32,7 @@ func TestPluginKilled(t *testing.T) {
 	for i, signal := range faults {
 		for try := uint64(0); len(got) == i; try++ {
 			require.Less(t, try, uint64(5), "five loads in a row were over before the fault")
-			prompt := rig.Texts(t, *rig.Seed+1000*try+uint64(i)+100, 1, 2600, 4400)
+			prompt := rig.Texts(t, *rig.Seed+1000*try+uint64(i)+100, 1, 1600, 4400)
 			answer, err := signalLoad(r, router, d, prompt[0], signal)
 			if errors.Is(err, cluster.ErrTooLate) {
 				continue
