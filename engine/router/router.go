@@ -193,6 +193,9 @@ func New(c Config) (*Router, error) {
 	if err := r.discover(given.names); err != nil {
 		return nil, err
 	}
+	if c.Register.Verify == nil && len(r.lookups.given()) == 0 { // else it may come at any time
+		r.pool.blocks.warnOfStrangers()
+	}
 	r.route()
 	return r, nil
 }
