@@ -34,6 +34,11 @@ func TestPairsComeAndGo(t *testing.T) {
 			stop := running(t, f.router)
 			served, over := make(chan struct{}), make(chan struct{})
 			var tasks sync.WaitGroup
+			finish := sync.OnceFunc(func() {
+				close(over)
+				tasks.Wait()
+			})
+			defer finish()
 			for i := range clients {
 				tasks.Go(func() {
 					for n := 0; ; n++ {
@@ -62,14 +67,13 @@ func TestPairsComeAndGo(t *testing.T) {
 						}
 					}
 				}
-				assert.NoError(t, f.router.SetInstances(list))
+				require.NoError(t, f.router.SetInstances(list))
 				for range clients {
 					<-served
 				}
 			}
-			assert.NoError(t, f.router.SetInstances(nil))
-			close(over)
-			tasks.Wait()
+			require.NoError(t, f.router.SetInstances(nil))
+			finish()
 			require.Positive(t, f.outcomes(t, disaggregated))
 			require.Positive(t, f.outcomes(t, plain))
 			for _, o := range []outcome{clientError, upstreamError, unavailable, overloaded, broken, aborted} {

@@ -270,7 +270,7 @@ func (x *exchange) ended(err error, tail []byte) attempt {
 	breakOff := x.cut
 	if errors.Is(err, io.EOF) && x.resp.StatusCode == http.StatusOK {
 		switch failed := isError(last); {
-		case failed && !(finished && isRefusal(last)):
+		case failed && (!finished || !isRefusal(last)):
 			err, breakOff = errFailed, func() {}
 		case !finished:
 			err = errUnfinished

@@ -193,9 +193,6 @@ func New(c Config) (*Router, error) {
 	if err := r.discover(given.names); err != nil {
 		return nil, err
 	}
-	if c.Register.Verify == nil && len(r.lookups.given()) == 0 { // else it may come at any time
-		r.pool.blocks.warnOfStrangers()
-	}
 	r.route()
 	return r, nil
 }
@@ -211,6 +208,9 @@ func (r *Router) discover(names []dnsName) (err error) {
 		}
 	} else if _, _, err := r.choosing(&Settings{}); err != nil {
 		return err
+	}
+	if r.config.Register.Verify == nil && len(r.lookups.given()) == 0 { // else others may come at any time
+		r.pool.blocks.warnOfStrangers()
 	}
 	return r.restoreTurns()
 }
