@@ -59,15 +59,7 @@ func TestPairsComeAndGo(t *testing.T) {
 				})
 			}
 			for range rounds {
-				var list []Instance
-				for r, servers := range byRole {
-					for _, s := range servers {
-						if what := rng.IntN(3); what > 0 {
-							list = append(list, Instance{URL: s.URL, Role: r.String(), Drain: what == 2, Group: []string{"", "a"}[rng.IntN(2)]})
-						}
-					}
-				}
-				require.NoError(t, f.router.SetInstances(list))
+				require.NoError(t, f.router.SetInstances(some(rng, byRole)))
 				for range clients {
 					<-served
 				}
@@ -87,4 +79,16 @@ func TestPairsComeAndGo(t *testing.T) {
 			stop()
 		})
 	}
+}
+
+// some are a part of the instances, some of them drained, in two groups.
+func some(rng *rand.Rand, byRole map[role][]*instanceServer) (list []Instance) {
+	for r, servers := range byRole {
+		for _, s := range servers {
+			if what := rng.IntN(3); what > 0 {
+				list = append(list, Instance{URL: s.URL, Role: r.String(), Drain: what == 2, Group: []string{"", "a"}[rng.IntN(2)]})
+			}
+		}
+	}
+	return list
 }
