@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -162,6 +163,39 @@ func TestRouterPageHasTheFlags(t *testing.T) {
 	for name := range said {
 		require.NotNil(t, all.Lookup(name), "docs/router.md has --%s, which is no flag of kvport route", name)
 	}
+}
+
+// The examples of docs/router.md are accepted as they stand: each command of the router gets as far as its port, and the config file
+// is used.
+func TestRouterPageExamples(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "router.md"))
+	require.NoError(t, err)
+	commands, files := 0, 0
+	for _, block := range regexp.MustCompile("(?ms)^```(sh|json)\n(.*?)^```").FindAllStringSubmatch(string(page), -1) {
+		switch text := block[2]; {
+		case strings.HasPrefix(text, "kvport route "):
+			commands++
+			out, err := exec.CommandContext(t.Context(), "sh", "-c", "kvport() { printf '%s\\0' \"$@\"; }\n"+text).Output()
+			require.NoError(t, err)
+			args := strings.Split(strings.TrimSuffix(string(out), "\x00"), "\x00")
+			var errs strings.Builder
+			require.Equal(t, 2, run(append(args, "--host", "192.0.2.1", "--allow-unauthenticated"), io.Discard, &errs), text) // which nobody has
+			require.Contains(t, errs.String(), "this machine has no address 192.0.2.1", text)
+		case strings.HasPrefix(text, "{\n  \"instances\""):
+			files++
+			s, err := decodeRoute([]byte(text), admission.Limits{}, true)
+			require.NoError(t, err)
+			require.NotEmpty(t, s.Instances)
+			r, err := router.New(router.Config{File: router.File{
+				Path: "-", Read: func(string) ([]byte, error) { return []byte(text), nil },
+				Decode: func([]byte) (*router.Settings, error) { return s, nil },
+			}})
+			require.NoError(t, err)
+			r.Close()
+		}
+	}
+	require.Equal(t, 4, commands)
+	require.Equal(t, 1, files)
 }
 
 // Flags that cannot work are refused with what to give.

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"net/http"
 	"net/url"
+	"slices"
 	"sync"
 
 	"github.com/kvport/kvport/engine/kvevents"
@@ -62,6 +63,20 @@ func newBlocks(c Config, client *http.Client, p *pool, m *metrics) (*blocks, err
 		b.places[placeOf(u)] = place
 	}
 	return b, nil
+}
+
+// warnOfStrangers tells the operator about places that the config gives for URLs of which there is no instance: a URL that is
+// spelled otherwise than the instance's has no effect.
+func (b *blocks) warnOfStrangers() {
+	b.pool.mu.Lock()
+	defer b.pool.mu.Unlock()
+	for _, key := range slices.Sorted(maps.Keys(b.places)) {
+		_, prefills := b.pool.places[identity{prefill, key}]
+		_, decodes := b.pool.places[identity{decode, key}]
+		if !prefills && !decodes {
+			b.log.Warn("--kv-events names no instance that is known now: its KV events are not read unless it becomes one", "instance", key)
+		}
+	}
 }
 
 // begin lets instances be followed until ctx ends; end waits until none is any more.

@@ -21,6 +21,7 @@ import (
 
 	"github.com/kvport/kvport/engine/kvevents"
 	"github.com/kvport/kvport/engine/router/policy"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // eventful is an instance that publishes events and has a token for each byte of a text.
@@ -325,6 +326,29 @@ func TestEventsByConfig(t *testing.T) {
 	}
 	_, err := New(Config{Decode: []string{"http://a:1"}, Events: map[string]kvevents.Place{"http://a:1": {Endpoint: "tcp://a:1"}}})
 	require.ErrorContains(t, err, "--kv-events: policy round_robin does not ask what instances hold")
+}
+
+// A place for a URL that is no instance's has no effect, and the log says so, unless instances may come that nobody knows yet.
+func TestEventsOfNobody(t *testing.T) {
+	events := map[string]kvevents.Place{"http://A:1/": {Endpoint: "tcp://a:1"}, "http://b:1": {Endpoint: "tcp://b:1"}, "http://c:1": {Endpoint: "tcp://c:1"}}
+	for name, tt := range map[string]struct {
+		config  Config
+		strange int
+	}{
+		"a typing error": {Config{Prefill: []string{"http://a:1"}, Decode: []string{"http://b:1"}}, 1},
+		"names":          {Config{Decode: []string{"http://b:1", "dns://a:1"}}, 0},
+		"registration":   {Config{Decode: []string{"http://b:1"}, Register: signer(0)}, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log testkit.Log
+			tt.config.Events, tt.config.Policy, tt.config.Log = events, policy.PrefixAware, logTo(&log)
+			r, err := New(tt.config)
+			require.NoError(t, err)
+			r.Close()
+			require.Equal(t, tt.strange, strings.Count(log.String(), "--kv-events names no instance"))
+			require.Equal(t, tt.strange, strings.Count(log.String(), "instance=http://c:1"))
+		})
+	}
 }
 
 // An instance can send the router to no other host, and says so only once in the log.

@@ -192,7 +192,7 @@ func TestDNSOverTime(t *testing.T) {
 		require.Equal(t, []string{"http://10.0.0.2:80", "http://10.0.0.3:80"}, later(1001*time.Millisecond))
 		silent := errors.New("server misbehaving")
 		fake.set(silent, "p")
-		p.probed(p.places[identity{prefill, "http://10.0.0.2:80"}], refused)
+		p.probed(p.find(prefill, at(t, "http://10.0.0.2:80")), refused)
 		require.Len(t, later(time.Hour), 2, "it may only be restarted, and no server says that it is gone")
 		fake.set(nil, "p", "10.0.0.3")
 		require.Equal(t, []string{"http://10.0.0.3:80"}, later(time.Second))

@@ -65,6 +65,7 @@ type exchange struct {
 	resp   *http.Response
 	served outcome // if all goes well
 	begun  bool    // the client has seen something of it
+	held   []byte  // of a stream, before it has begun
 	ending bool    // this is all of it: only the end of the body may follow
 }
 
@@ -74,7 +75,7 @@ const maxEnding = time.Second
 // read takes the next piece. From the second one on the instance has IdleTimeout for each, and maxEnding for all that follow
 // lastEvent.
 func (x *exchange) read(buffer []byte) (int, error) {
-	if x.begun && !x.ending {
+	if (x.begun || len(x.held) > 0) && !x.ending {
 		x.tied.await(x.router.config.IdleTimeout)
 	}
 	n, err := x.resp.Body.Read(buffer)
@@ -197,43 +198,44 @@ var errUnfinished = errors.New("the stream ended without [DONE]")
 // maxTail is how many bytes of a stream's end are looked at: an error event that is longer is not known as one.
 const maxTail = 4 << 10
 
-// ending says how a stream ended, by the last bytes of it: whether with [DONE], and whether with an error event of the
-// instance's own.
-func ending(tail []byte) (finished, failed bool) {
-	tail = bytes.TrimSpace(tail)
-	if i := bytes.LastIndexByte(tail, '\n'); i >= 0 {
-		tail = tail[i+1:]
+// ending says how a stream ended, by the last bytes of it: whether with [DONE], and the data of the last event apart from that.
+func ending(tail []byte) (finished bool, last []byte) {
+	before, last := cutLast(tail)
+	if finished = string(last) == "[DONE]"; finished {
+		_, last = cutLast(before)
 	}
-	data, is := bytes.CutPrefix(tail, []byte("data:"))
-	data = bytes.TrimSpace(data)
-	return is && string(data) == "[DONE]", is && bytes.HasPrefix(data, []byte(`{"error"`))
+	return finished, last
 }
 
-// stream passes events on as they come. The first bytes decide: before them the request can still
-// go elsewhere, after them a broken stream can only be ended with an error event.
+// cutLast cuts off the last line that has something in it, and gives the data in it.
+func cutLast(text []byte) (before, data []byte) {
+	text = bytes.TrimSpace(text)
+	begins := bytes.LastIndexByte(text, '\n') + 1
+	return text[:begins], dataOf(text[begins:])
+}
+
+// stream passes events on as they come. The first events decide: before the answer has begun the request can still
+// go elsewhere, after that a broken stream can only be ended with an error event.
 func (x *exchange) stream() attempt {
 	buffer := make([]byte, 32<<10)
 	var tail []byte // the end of what was passed on
 	events := filter{change: func(event []byte) []byte { return x.keepTurn(x.d, event) }, off: len(x.marks) == 0}
 	for {
 		n, err := x.read(buffer)
-		if n > 0 && !x.begun {
-			x.begin()
-			x.router.pool.answered(x.d, nil, true)
+		piece, failed := x.open(buffer[:n])
+		if failed != nil {
+			x.costly = true // it may have worked on the request
+			x.blame(x.tied.ctx, x.d, failed)
+			return attempt{}
 		}
-		tail = append(tail, buffer[max(0, n-maxTail):n]...)
-		tail = tail[max(0, len(tail)-maxTail):]
-		if bytes.Contains(tail[max(0, len(tail)-n-len(lastEvent)):], []byte(lastEvent)) {
-			x.end() // before the client sees it, and leaves
-		}
-		if n > 0 && !x.pass(events.write(buffer[:n])) {
+		tail = x.look(tail, piece) // before the client sees it, and leaves
+		if len(piece) > 0 && !x.pass(events.write(piece)) {
 			return attempt{done: aborted}
 		}
 		switch {
 		case err == nil:
 		case x.ending:
-			x.router.pool.worked(x.d)
-			return attempt{done: x.served}
+			return x.ended(io.EOF, tail)
 		case !x.begun:
 			x.blame(x.tied.ctx, x.d, fmt.Errorf("stream ended before its first byte: %w", x.tied.why(err)))
 			return attempt{}
@@ -246,15 +248,32 @@ func (x *exchange) stream() attempt {
 	}
 }
 
-// ended is the end of a stream without lastEvent as it should be. One that breaks off or ends early is broken; if the
-// instance said so itself, by an error event, the client gets no second one.
+// look adds a piece to the end of what was passed on. What follows lastEvent does not count.
+func (x *exchange) look(tail, piece []byte) []byte {
+	if x.ending {
+		return tail
+	}
+	tail = append(tail, piece[max(0, len(piece)-maxTail):]...)
+	tail = tail[max(0, len(tail)-maxTail):]
+	from := max(0, len(tail)-len(piece)-len(lastEvent))
+	if i := bytes.Index(tail[from:], []byte(lastEvent)); i >= 0 {
+		x.end()
+		return tail[:from+i+len(lastEvent)]
+	}
+	return tail
+}
+
+// ended is the end of a stream. One that breaks off or ends early is broken, and so is one whose instance says so itself by an
+// error event, also if [DONE] follows: then the client gets no second one.
 func (x *exchange) ended(err error, tail []byte) attempt {
-	finished, failed := ending(tail)
+	finished, last := ending(tail)
 	breakOff := x.cut
-	if errors.Is(err, io.EOF) && x.resp.StatusCode == http.StatusOK && !finished {
-		err = errUnfinished
-		if failed {
-			breakOff = func() {}
+	if errors.Is(err, io.EOF) && x.resp.StatusCode == http.StatusOK {
+		switch failed := isError(last); {
+		case failed && (!finished || !isRefusal(last)):
+			err, breakOff = errFailed, func() {}
+		case !finished:
+			err = errUnfinished
 		}
 	}
 	return x.over(err, breakOff)

@@ -135,13 +135,18 @@ func TestDecodeFaults(t *testing.T) {
 // TestUnfinishedStreams: a stream that ends without [DONE] is broken, though its connection ends well. The client gets an
 // error event, unless the instance has given one.
 func TestUnfinishedStreams(t *testing.T) {
-	const failed = "data: {\"error\": {\"message\": \"overheated\"}}"
+	const (
+		failed  = "data: {\"error\": {\"message\": \"overheated\"}}"
+		refused = "data: {\"error\": {\"message\": \"no such tool\", \"code\": 400}}"
+		done    = "data: [DONE]\n\n"
+	)
 	for end, want := range map[string]struct {
 		errors int
 		broken float64
 	}{
 		"": {1, 1}, "data: {\"n\":2}\n\n": {1, 1}, "data: {\"n\":": {1, 1}, failed + "\n\n": {1, 1}, failed: {1, 1},
-		"data: [DONE]\n\n": {}, "data:[DONE]\r\n\r\n": {}, "data: [DONE]": {},
+		failed + "\n\n" + done: {1, 1}, failed + "\r\n\r\ndata: [DONE]\r\n\r\n": {1, 1}, refused + "\n\n" + done: {1, 0}, done + ": over\n\n": {},
+		done: {}, "data:[DONE]\r\n\r\n": {}, "data: [DONE]": {},
 	} {
 		d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "text/event-stream")
@@ -152,6 +157,57 @@ func TestUnfinishedStreams(t *testing.T) {
 		require.True(t, strings.HasPrefix(text, "data: {\"n\":1}\n\n"+end), "%q", text)
 		require.Equal(t, want.errors, strings.Count(text, "{\"error\""), "%q", text)
 		require.InDelta(t, want.broken, testutil.ToFloat64(f.router.metrics.requests.WithLabelValues("broken")), 0, "%q", end)
+	}
+}
+
+// TestStreamBeginsWithAnError: an instance that fails before it has said anything of the answer is replaced, though its stream has
+// begun: vLLM sends a first event that says who speaks, then an error event and [DONE]. A request that is wrong stays where it is.
+func TestStreamBeginsWithAnError(t *testing.T) {
+	const (
+		role    = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\n"
+		failed  = "data: {\"error\": {\"message\": \"Internal server error\", \"type\": \"InternalServerError\", \"code\": 500}}\n\n"
+		refused = "data: {\"error\": {\"message\": \"no\", \"code\": 400}}\n\n"
+		word    = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}]}\n\n"
+		done    = "data: [DONE]\n\n"
+		served  = "data: {\"n\":1}\n\n" + done
+	)
+	tests := map[string]struct {
+		pieces []string
+		want   string
+		broken float64
+	}{
+		"at once":              {[]string{failed + done}, served, 0},
+		"alone":                {[]string{failed}, served, 0},
+		"behind the role":      {[]string{role, failed + done}, served, 0},
+		"with the role":        {[]string{role + failed + done}, served, 0},
+		"only the role":        {[]string{role}, served, 0},
+		"in the answer":        {[]string{role, word, failed + done}, role + word + failed + done, 1},
+		"the request is wrong": {[]string{role, refused + done}, role + refused + done, 0},
+		"a whole answer":       {[]string{role, word + done}, role + word + done, 0},
+		"a comment":            {[]string{": ping\n\n", failed + done}, ": ping\n\n" + failed + done, 1},
+	}
+	for name, tt := range tests {
+		t.Run(name, func(t *testing.T) {
+			bad := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", "text/event-stream")
+				for _, piece := range tt.pieces {
+					fmt.Fprint(w, piece)
+					_ = http.NewResponseController(w).Flush()
+				}
+			})
+			p, good := serveInstance(t, ticket("second"), ticket("first")), serveInstance(t, tokens)
+			f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(bad, good)})
+			resp, text := post(t, f.URL+"/v1/chat/completions", doc)
+			require.Equal(t, 200, resp.StatusCode)
+			require.Equal(t, tt.want, text)
+			require.InDelta(t, tt.broken, f.outcomes(t, broken), 0)
+			if tt.want != served {
+				require.Empty(t, good.requests())
+				return
+			}
+			require.Contains(t, string(good.requests()[0].body["kv_transfer_params"]), `"second"`)
+			require.InDelta(t, 1, testutil.ToFloat64(f.router.metrics.retries.WithLabelValues("decode")), 0)
+		})
 	}
 }
 

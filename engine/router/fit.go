@@ -73,7 +73,7 @@ const maxWays = 64
 
 // misfit says why a decode instance cannot load what a prefill instance has; empty if it can, as far as is known.
 func misfit(p, d *registered, atP, atD *url.URL) string {
-	if atP.Host == atD.Host && atP.Path == atD.Path {
+	if placeOf(atP) == placeOf(atD) {
 		return "prefill and decode are the same instance"
 	}
 	if p.fit == nil || d.fit == nil {

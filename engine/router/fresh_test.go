@@ -10,6 +10,7 @@ import (
 	"math"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -19,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/internal/register"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // registrar serves a router's registrar and notes what it gets.
@@ -131,6 +133,47 @@ func TestEngineMoves(t *testing.T) {
 	require.Len(t, at(s.client(t), 3, "e"), 2, "started again at the same place")
 	r.pool.fresh = newFreshness(time.Now()) // as of another life of the router
 	require.Len(t, at(first, 3, "e"), 2)
+}
+
+// Two engines that were given one id both stay, as long as both go on registering, and the log names them once. An engine that comes
+// back to an address which it has left long ago has moved again.
+func TestEnginesWithOneID(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.Log
+		r, err := New(Config{Register: signer(15 * time.Second), Log: logTo(&log)})
+		require.NoError(t, err)
+		at := func(part role, ports ...int) (list []string) {
+			for _, port := range ports {
+				<-time.After(time.Second) // of synctest
+				m := &register.Message{HTTP: fmt.Sprint("10.0.0.1:", port), Engine: "e"}
+				if m.Nonce, _, err = r.pool.register(part, &register.Message{HTTP: m.HTTP, Nonce: register.NoNonce}, "key"); err != nil {
+					require.ErrorIs(t, err, errNonce)
+				}
+				_, _, err = r.pool.register(part, m, "key")
+				require.NoError(t, err)
+			}
+			r.pool.expire(15 * time.Second)
+			for _, in := range r.pool.health().instances {
+				list = append(list, strings.TrimPrefix(in.URL, "http://10.0.0.1:"))
+			}
+			return list
+		}
+		require.Equal(t, []string{"2"}, at(decode, 1, 2), "it has moved")
+		require.Equal(t, []string{"1", "2"}, slices.Sorted(slices.Values(at(decode, 1))))
+		for range 9 {
+			require.Equal(t, []string{"1", "2"}, slices.Sorted(slices.Values(at(decode, 1, 2))))
+		}
+		require.Equal(t, 1, strings.Count(log.String(), "two engines register with the same engine_id"))
+		require.Equal(t, 1, strings.Count(log.String(), "result=moved"))
+		<-time.After(15 * time.Second) // of synctest
+		require.Equal(t, []string{"2"}, at(decode, 2), "the other one has ended")
+
+		require.Equal(t, []string{"2", "4"}, slices.Sorted(slices.Values(at(prefill, 3, 4))), "a prefill instance is another engine")
+		<-time.After(settledMove) // of synctest
+		require.Contains(t, at(prefill, 3), "3")
+		require.NotContains(t, at(prefill), "4")
+		require.Equal(t, 1, strings.Count(log.String(), "two engines register with the same engine_id"))
+	})
 }
 
 // Nonces of engines that never come back do not pile up, and those of others go on to work.

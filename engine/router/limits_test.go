@@ -313,3 +313,13 @@ func TestUpstreamKey(t *testing.T) {
 		require.Equal(t, []string{"Bearer inner"}, s.header.Values("Authorization"))
 	}
 }
+
+// An instance that falls silent when it has only said who speaks is replaced, too: nothing of the answer has come.
+func TestSilentBehindTheRole(t *testing.T) {
+	stuck := serveInstance(t, silentAfter("data: {\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n"))
+	good := serveInstance(t, tokens)
+	f := serveRouter(t, Config{Decode: urls(stuck, good), FirstByteTimeout: notSoon, IdleTimeout: soon})
+	resp, text := post(t, f.URL+"/v1/chat/completions", doc)
+	require.Equal(t, 200, resp.StatusCode)
+	require.Equal(t, "data: {\"n\":1}\n\ndata: [DONE]\n\n", text)
+}

@@ -39,9 +39,10 @@ type identity struct {
 	at   string // its base URL in one spelling
 }
 
-// placeOf is a base URL in one spelling.
+// placeOf is a base URL in one spelling: a port that goes without saying is left out.
 func placeOf(u *url.URL) string {
-	return u.Scheme + "://" + strings.ToLower(u.Host) + strings.TrimRight(u.Path, "/")
+	usual := map[string]string{"http": ":80", "https": ":443"}[u.Scheme]
+	return u.Scheme + "://" + strings.TrimSuffix(strings.ToLower(u.Host), usual) + strings.TrimRight(u.Path, "/")
 }
 
 // word is a group in which a source says an instance is.

@@ -130,6 +130,30 @@ func TestSourcesOfAnInstance(t *testing.T) {
 	require.Empty(t, p.health().instances)
 }
 
+// However a URL is spelled, it is the same instance: the file takes one of a flag out of service, and a list that has both is refused.
+func TestSpellingsOfAnInstance(t *testing.T) {
+	for _, same := range [][]string{
+		{"http://a", "http://A:80/", "http://a:80"}, {"https://a/base", "https://a:443/base/"}, {"http://[fe80::80]", "http://[FE80::80]:80"}, {"http://a:8000", "http://a:8000/"},
+	} {
+		r, err := New(Config{Decode: []string{same[0]}})
+		require.NoError(t, err)
+		for _, other := range same[1:] {
+			require.NoError(t, r.SetInstances([]Instance{{URL: other, Role: "decode", Drain: true}}))
+			list := r.pool.health().instances
+			require.Len(t, list, 1, other)
+			require.Equal(t, "draining", list[0].State, other)
+			_, err := parseInstances([]Instance{{URL: same[0], Role: "decode"}, {URL: other, Role: "decode"}})
+			require.ErrorContains(t, err, "appears twice")
+		}
+		r.Close()
+	}
+	places := map[string]bool{}
+	for _, other := range []string{"http://a", "https://a", "http://a:443", "https://a:80", "http://a:8080", "http://a/80"} {
+		places[placeOf(at(t, other))] = true
+	}
+	require.Len(t, places, 6)
+}
+
 // A source says to which group an instance belongs, and may change that; one that registers says nothing about it.
 func TestGroupOfAnInstance(t *testing.T) {
 	p := newTestPool(t)

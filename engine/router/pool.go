@@ -57,6 +57,7 @@ type pool struct {
 	wasted  map[pair]wasted // only pairs whose last hand-off was wasted
 
 	fresh freshness // of registrations
+	moves moves     // of engines that register
 
 	places      map[identity]int
 	free        []int // places that a new instance can have

@@ -201,18 +201,61 @@ func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) 
 	return i, u
 }
 
-// moved forgets other addresses at which the same engine is registered: it has moved. The caller holds mu.
+// moved forgets other addresses at which the same engine is registered: it has moved. One that registers on from an address that
+// it has left is another engine with the same id, and both stay. The caller holds mu.
 func (p *pool) moved(to int) {
-	engine := p.known[to].engine
+	engine, part, now := p.known[to].engine, p.table.instances[to].role, time.Now()
 	if engine == "" {
 		return
 	}
+	id := freshKey(part, engine)
+	if p.moves.goesOn(p.urls[to].Host, id, now) {
+		p.log.Warn("two engines register with the same engine_id, both stay: give each its own", "instance", p.urls[to].String(), "role", part.String(), "engine_id", engine)
+	}
+	if p.moves.twins[id] {
+		return
+	}
 	for i := range p.known {
-		if i != to && p.known[i].engine == engine && p.table.instances[i].role == p.table.instances[to].role {
+		if i != to && p.known[i].engine == engine && p.table.instances[i].role == part {
+			p.moves.note(p.urls[i].Host, id, now)
 			p.auditLeave(i, "moved")
 			p.disclaim(i, byRegistration)
 		}
 	}
+}
+
+// moves tells engines that have moved from others that have the same id.
+type moves struct {
+	left  map[departure]time.Time
+	twins map[string]bool // ids that several engines have, by role
+}
+
+// departure is the address from which an engine has moved away, and its role and id.
+type departure struct{ host, engine string }
+
+// settledMove is how long after a move the engine at the old address registers again if it is still there: engines do so every 3 s.
+const settledMove = 7 * time.Second
+
+// note takes note that an engine has moved away from an address.
+func (m *moves) note(host, engine string, now time.Time) {
+	if m.left == nil || len(m.left) >= maxFresh {
+		m.left = map[departure]time.Time{}
+	}
+	m.left[departure{host, engine}] = now
+}
+
+// goesOn reports whether an engine registers at an address from which it has just moved away, for the first time of its id.
+func (m *moves) goesOn(host, engine string, now time.Time) bool {
+	left, known := m.left[departure{host, engine}]
+	delete(m.left, departure{host, engine})
+	if !known || now.Sub(left) >= settledMove || m.twins[engine] {
+		return false
+	}
+	if m.twins == nil || len(m.twins) >= maxFresh {
+		m.twins = map[string]bool{}
+	}
+	m.twins[engine] = true
+	return true
 }
 
 // auditLeave keeps in the log that an instance is not registered any more, though it has not said so. The caller holds mu.

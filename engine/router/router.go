@@ -209,6 +209,9 @@ func (r *Router) discover(names []dnsName) (err error) {
 	} else if _, _, err := r.choosing(&Settings{}); err != nil {
 		return err
 	}
+	if r.config.Register.Verify == nil && len(r.lookups.given()) == 0 { // else others may come at any time
+		r.pool.blocks.warnOfStrangers()
+	}
 	return r.restoreTurns()
 }
 
