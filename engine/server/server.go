@@ -524,15 +524,13 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// audit keeps an act in the log, and of refused ones a line once in a while.
+// audit keeps an act in the log, and of a client's refused ones a line once in a while.
 func (s *Server) audit(act apikeys.Act, err error) {
 	if e, refused := errors.AsType[*Error](err); !refused || e.Status >= http.StatusInternalServerError {
 		act.Log(s.config.Log)
 		return
 	}
-	if n := s.refusals.Due(time.Now()); n > 0 {
-		act.Log(s.config.Log, "refused", n)
-	}
+	s.refusals.Log(s.config.Log, act)
 }
 
 // watched lets only clients through that may see what is about all tenants.
