@@ -49,6 +49,7 @@ type registered struct {
 	words   []word // the groups that they say: by sources, as they spoke first, and then in the order of each one's list
 	ignored string // groups that do not count, as the log has said
 	users   int    // requests that have picked it and have not ended
+	open    bool   // it has no tenants, as its /health says to whoever has no key
 	fit     *fit   // what its /health says; nil: nothing yet, or nothing at all
 
 	unwell  string       // what is wrong by its last probe; empty: nothing
