@@ -238,18 +238,22 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	defer leave()
 	s.metrics.inFlight.Inc()
 	defer s.metrics.inFlight.Dec()
+	admitted, err := s.admit(w, x.key)
+	if err != nil {
+		return err
+	}
+	used := 0
+	defer func() { s.fair.end(admitted, used) }()
 	if err := s.decode(x, body); err != nil {
 		return err
 	}
-	end, err := s.admit(w, x)
-	if err != nil {
+	if err := s.estimate(w, x, admitted); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(r.Context())
 	pieces, err := s.start(ctx, x)
 	if err != nil {
 		cancel()
-		end(0)
 		return err
 	}
 	a := s.newWriter(ctx, w, x)
@@ -257,7 +261,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 		cancel()
 		for range pieces { // until the engine has let go of the request
 		}
-		end(a.used(err))
+		used = a.used(err)
 	}()
 	if x.params.stream {
 		err = a.stream(pieces)
@@ -483,7 +487,10 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	if key, err := s.keyOf(r); err == nil && key.Watches() {
 		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: running}
 		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
-			answer.KV = &kv{fit, s.config.Events}
+			answer.KV = &kv{Fit: fit}
+			if key == nil || key.Tenant == "" { // a router whose requests are all of one tenant would find none of its salts in events
+				answer.KV.Events = s.config.Events
+			}
 		}
 	}
 	code := http.StatusOK
