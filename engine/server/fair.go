@@ -99,7 +99,7 @@ func (f *fairness) request(k *apikeys.Key) (*admission.Request, error) {
 	return f.limits.Arrive(time.Now(), k.Name, k.Limits, 1)
 }
 
-// estimate says how many tokens a request may cost. If the error is an *admission.RefusedError, it counts no more.
+// estimate says how many tokens a request may cost. After an error, an *admission.RefusedError, it no longer counts.
 func (f *fairness) estimate(r *admission.Request, tokens int) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -249,9 +249,9 @@ func (s *Server) submit(ctx context.Context, x *exchange, j *job) (*submitted, e
 	return &submitted{results, cancel}, nil
 }
 
-// relay passes on what the engine says about a prompt of so many tokens, and calls done with what that cost when it was all, though the
-// client may not have read it: one that reads slowly keeps no turn. What is not read yet is taken back and sent again with the news, as in
-// the engine.
+// relay passes on what the engine says about a prompt, and calls done when that was all, though the client may not have read it: one
+// that reads slowly keeps no turn. What is not read yet is taken back and sent again with the news, as in the engine. used is how many
+// tokens the prompt has; done is told what it cost with its answer.
 func (x *exchange) relay(results <-chan engine.Output, used int, done func(used int)) <-chan engine.Output {
 	out := make(chan engine.Output, 1)
 	go func() {
