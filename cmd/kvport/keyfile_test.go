@@ -105,8 +105,7 @@ func TestHangupWithABadKeyFile(t *testing.T) {
 }
 
 // Connections to a router have a client's certificate where it has their CA, those of engines that register, too. Another CA is taken
-// at SIGHUP. A client with a certificate and without the
-// deployment's key is refused, and the log says so.
+// at SIGHUP. Whoever has a certificate and lacks the deployment's key is refused, and the log says so.
 func TestClientCAOfRoute(t *testing.T) {
 	ca, other, dir, stranger := newAuthority(t), newAuthority(t), t.TempDir(), t.TempDir()
 	cert, key := ca.issue(dir, 2)

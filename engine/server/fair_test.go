@@ -407,7 +407,7 @@ func (c *chatty) Submit(ctx context.Context, r engine.Request) (<-chan engine.Ou
 	if c.err != nil {
 		out <- engine.Output{Reason: connector.ReasonError, Err: c.err}
 		close(out)
-		return out, nil
+		return out, nil //nolint:nilerr // the output has it
 	}
 	out <- engine.Output{Tokens: slices.Repeat([]int32{'a'}, 30), Usage: engine.Usage{Prompt: len(r.Prompt), Generated: 30}}
 	go func() {
