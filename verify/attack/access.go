@@ -202,7 +202,7 @@ func keyedRouter(ctx context.Context, r *rig, _ bool) (string, error) {
 		return "", err
 	}
 	clients := filepath.Join(folder, "clients")
-	if err := os.WriteFile(clients, []byte(newKey + "\n"), 0o600); err != nil {
+	if err := os.WriteFile(clients, []byte(newKey+"\n"), 0o600); err != nil {
 		return "", err
 	}
 	p, err := r.serve(ctx, sim, "", r.keyed()...)
