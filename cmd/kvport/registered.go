@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -95,10 +96,11 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 	if err != nil {
 		return nil, fmt.Errorf("--register: %w", err)
 	}
-	secure, err := f.registerTLS().client()
+	secure, err := f.registerTLS()
 	if err != nil {
 		return nil, fmt.Errorf("--register-ca-file: %w", err)
 	}
+	secured := f.certificate.scheme() == "https"
 	in := &registeredAPI{api: a, keys: keys, keyLog: log}
 	in.ctx, in.stop = context.WithCancel(context.Background())
 	for _, at := range f.routers {
@@ -112,7 +114,7 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 			Sign: func(body string) string { return signFor(keys, ticket.RegisterText, body) },
 		}}
 		for _, part := range parts(transfer) {
-			m := register.Message{Type: part, HTTP: address, TLS: f.certificate.scheme() == "https", Group: f.registerGroup}
+			m := register.Message{Type: part, HTTP: address, TLS: &secured, Group: f.registerGroup}
 			if transfer != nil {
 				m.Engine = transfer.EngineID
 			}
@@ -123,9 +125,21 @@ func (f *serveFlags) registered(l *net.TCPListener, transfer *host.Config, a api
 	return in, nil
 }
 
-// registerTLS is how the engine registers over HTTPS: its certificate is that of its own server, if it has one.
-func (f *serveFlags) registerTLS() *tlsFiles {
-	return &tlsFiles{cert: f.certificate.files.cert, key: f.certificate.files.key, ca: f.registerCA}
+// registerTLS is how the engine registers over HTTPS: its certificate is the one that its own server has at that time, if any.
+func (f *serveFlags) registerTLS() (*tls.Config, error) {
+	pool, err := (&tlsFiles{ca: f.registerCA}).pool()
+	if err != nil {
+		return nil, err
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS12, RootCAs: pool,
+		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+			if own := f.certificate.config.Load(); own != nil {
+				return &own.Certificates[0], nil
+			}
+			return &tls.Certificate{}, nil // none
+		},
+	}, nil
 }
 
 // signFor signs a text as the routers of a deployment do, by a key that all of keys names; empty if there is none.

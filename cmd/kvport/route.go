@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"math"
 	"net"
@@ -417,31 +418,51 @@ func (f *routeFlags) registrar(ctx context.Context) (net.Listener, error) {
 	return gate, nil
 }
 
-// listenUnix listens at a socket that only this user reaches. One that nobody listens at any more makes room.
+// listenUnix listens at a socket that only this user reaches.
 func listenUnix(ctx context.Context, path string) (net.Listener, error) {
-	if c, err := new(net.Dialer).DialContext(ctx, "unix", path); err == nil {
-		_ = c.Close()
-		return nil, fmt.Errorf("%s: another process listens there", path)
-	} else if errors.Is(err, syscall.ECONNREFUSED) {
-		if err := os.Remove(path); err != nil {
-			return nil, err
-		}
+	if !filepath.IsAbs(path) {
+		return nil, fmt.Errorf("unix://%s has no absolute path, want unix:///PATH", path)
 	}
-	folder, err := os.MkdirTemp(filepath.Dir(path), ".register-*") // mode 0700: nobody reaches the socket before its mode is right
+	if err := makeRoom(ctx, path); err != nil {
+		return nil, err
+	}
+	c := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error {
+		var failed error
+		err := raw.Control(func(fd uintptr) {
+			failed = syscall.Fchmod(int(fd), 0o600) // Linux makes the socket's file with this mode: nobody connects before it is right
+		})
+		return errors.Join(err, failed)
+	}}
+	l, err := c.Listen(ctx, "unix", path)
 	if err != nil {
 		return nil, err
 	}
-	defer os.RemoveAll(folder)
-	hidden := filepath.Join(folder, "s")
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: hidden, Net: "unix"})
-	if err != nil {
-		return nil, err
-	}
-	l.SetUnlinkOnClose(false)
-	if err := errors.Join(os.Chmod(hidden, 0o600), os.Rename(hidden, path)); err != nil {
-		return nil, errors.Join(err, l.Close())
+	if own, is := l.(*net.UnixListener); is {
+		own.SetUnlinkOnClose(false) // by then it may be another router's
 	}
 	return l, nil
+}
+
+// makeRoom removes a socket that nobody listens at any more. Everything else at the path stays, and is an error.
+func makeRoom(ctx context.Context, path string) error {
+	info, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return err
+	case info.Mode().Type() != fs.ModeSocket:
+		return fmt.Errorf("%s: there is something that is no socket", path)
+	}
+	c, err := new(net.Dialer).DialContext(ctx, "unix", path)
+	switch {
+	case err == nil:
+		_ = c.Close()
+		return fmt.Errorf("%s: another process listens there", path)
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return os.Remove(path)
+	}
+	return fmt.Errorf("%s: another process may listen there: %w", path, err)
 }
 
 // newRegistry is a metrics registry with the metrics of the process.

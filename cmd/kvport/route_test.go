@@ -1,12 +1,15 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -124,4 +127,64 @@ func TestRouterKeepsToTheLimitOfAnEngine(t *testing.T) {
 	_, metrics := do(t, "GET", engine.URL+"/metrics", "")
 	require.Contains(t, metrics, fmt.Sprintf("kvport_http_requests_total{code=\"200\",path=\"/v1/completions\"} %d", clients))
 	require.NotContains(t, metrics, `code="429"`)
+}
+
+// A socket for registrations takes the place of one that nobody listens at, and of nothing else.
+func TestListenUnix(t *testing.T) {
+	dir, err := os.MkdirTemp("/tmp", "kvport") //nolint:usetesting // short: unix sockets lie below it
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	at := func(name string) string { return filepath.Join(dir, name) }
+	listen := func(path string) (*net.UnixListener, error) {
+		l, err := listenUnix(t.Context(), path)
+		own, _ := l.(*net.UnixListener)
+		return own, err
+	}
+	longest := at(strings.Repeat("s", 107-len(at(""))-1))
+	require.Len(t, longest, 107)
+	for _, path := range []string{at("register"), at("register"), longest} { // the second time a dead one is there
+		l, err := listen(path)
+		require.NoError(t, err)
+		info, err := os.Lstat(path)
+		require.NoError(t, err)
+		require.Equal(t, os.ModeSocket|0o600, info.Mode())
+		_, err = listen(path)
+		require.ErrorContains(t, err, "another process listens there")
+		c, err := net.Dial("unix", path)
+		require.NoError(t, err, "and still does")
+		require.NoError(t, errors.Join(c.Close(), l.Close()))
+	}
+
+	require.NoError(t, os.WriteFile(at("file"), []byte("keys"), 0o600))
+	require.NoError(t, os.Mkdir(at("folder"), 0o700))
+	require.NoError(t, syscall.Mkfifo(at("fifo"), 0o600))
+	require.NoError(t, os.Symlink(at("register"), at("link")))
+	for _, name := range []string{"file", "folder", "fifo", "link"} {
+		before, err := os.Lstat(at(name))
+		require.NoError(t, err)
+		_, err = listen(at(name))
+		require.ErrorContains(t, err, at(name)+": there is something that is no socket")
+		after, err := os.Lstat(at(name))
+		require.NoError(t, err)
+		require.True(t, os.SameFile(before, after))
+	}
+	_, err = listen("register")
+	require.ErrorContains(t, err, "want unix:///PATH")
+
+	full, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
+	require.NoError(t, err)
+	defer syscall.Close(full)
+	require.NoError(t, syscall.Bind(full, &syscall.SockaddrUnix{Name: at("full")}))
+	require.NoError(t, syscall.Listen(full, 0))
+	for err == nil {
+		var c net.Conn
+		if c, err = net.Dial("unix", at("full")); err == nil {
+			defer c.Close()
+		}
+	}
+	require.ErrorIs(t, err, syscall.EAGAIN)
+	_, err = listen(at("full"))
+	require.ErrorContains(t, err, "another process may listen there", "though it is too busy to answer")
+	_, err = os.Lstat(at("full"))
+	require.NoError(t, err)
 }

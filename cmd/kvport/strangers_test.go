@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/verify/testkit"
 )
 
@@ -30,10 +31,10 @@ func TestStrangersAreToldOnceInAWhile(t *testing.T) {
 		require.Contains(t, log.String(), "level=WARN")
 		require.Contains(t, log.String(), "requests=1 remote=192.0.2.7:1")
 		require.Less(t, len(log.String()), 400)
-		<-time.After(strangersPause)
+		<-time.After(apikeys.Pause)
 		synctest.Wait()
 		require.Contains(t, log.String(), "requests=999 ", "though nobody came")
-		<-time.After(10 * strangersPause)
+		<-time.After(10 * apikeys.Pause)
 		require.Equal(t, 2, strings.Count(log.String(), "\n"))
 		s.came(r)
 		require.Equal(t, 3, strings.Count(log.String(), "\n"))

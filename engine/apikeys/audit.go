@@ -27,24 +27,67 @@ func ResultOf(err error) string {
 	return "ok"
 }
 
-// auditPause is how long a line about something that was refused stands for what comes after it.
-const auditPause = 10 * time.Second
-
-// Refusals are acts that were refused and are not in the log yet. Whoever is refused can try often, and shall not fill the log.
+// Refusals keeps acts that were refused in the log, of each client a line once in a while: whoever is refused can try often, and
+// shall not fill the log nor hide what others try.
 type Refusals struct {
-	mu     sync.Mutex
-	last   time.Time
-	untold int
+	mu sync.Mutex
+	of map[string]*Seldom // by the names of clients
 }
 
-// Due counts one more, and says how many a line is to tell; 0: none is due.
-func (f *Refusals) Due(now time.Time) (untold int) {
+// Log keeps one. Its line says how many it stands for, as refused.
+func (f *Refusals) Log(log *slog.Logger, act Act) {
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.untold++
-	if now.Sub(f.last) < auditPause {
-		return 0
+	its := f.of[act.Key]
+	if its == nil {
+		if f.of == nil {
+			f.of = map[string]*Seldom{}
+		}
+		its = &Seldom{}
+		f.of[act.Key] = its
 	}
-	untold, f.untold, f.last = f.untold, 0, now
-	return untold
+	f.mu.Unlock()
+	its.Came(func(n int) { act.Log(log, "refused", n) })
+}
+
+// Pause is how long what a Seldom has told stands for what comes after it.
+const Pause = 10 * time.Second
+
+// Seldom writes down what somebody can make happen as often as he likes: at once, and after that once in a Pause, the last one too.
+type Seldom struct {
+	mu     sync.Mutex
+	last   time.Time // when it told something
+	untold int
+	tell   func(n int) // of the newest that is not told
+	later  bool        // there is a timer
+}
+
+// Came takes note of one, which tell writes down together with others that were not told yet, n in all, unless a newer one's does.
+func (s *Seldom) Came(tell func(n int)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.untold++
+	s.tell = tell
+	wait := Pause - time.Since(s.last)
+	switch {
+	case wait <= 0:
+		s.tellLocked()
+	case !s.later: // if nobody comes any more, these would not be told
+		s.later = true
+		time.AfterFunc(wait, s.rest)
+	}
+}
+
+// rest tells what has come since.
+func (s *Seldom) rest() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.later = false
+	if s.untold > 0 {
+		s.tellLocked()
+	}
+}
+
+func (s *Seldom) tellLocked() {
+	s.tell(s.untold)
+	s.last, s.untold, s.tell = time.Now(), 0, nil
 }

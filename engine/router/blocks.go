@@ -273,6 +273,7 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	for _, h := range b.index.Prefix(&prompt) {
 		has[h.Instance] = h
 	}
+	foreign := c.foreign()
 	b.pool.mu.Lock()
 	defer b.pool.mu.Unlock()
 	for i, u := range b.pool.urls {
@@ -281,7 +282,7 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 		}
 		s := sources[placeOf(u)]
 		s.mu.Lock()
-		whole := s.whole && !c.foreign() // events have the salts of tenants, so no hit says nothing
+		whole := s.whole && !foreign // events have the salts of tenants, so no hit says nothing
 		s.mu.Unlock()
 		if h, some := has[s.number]; some || whole {
 			list = append(list, policy.Held{Place: i, Hit: policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared, Store: h.Store}})

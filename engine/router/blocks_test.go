@@ -29,6 +29,7 @@ type eventful struct {
 	*httptest.Server
 	events *kvevents.Publisher
 	tells  bool   // in /health
+	model  string // likewise, as an engine without keys does; empty: it does not
 	scope  string // of its connector; empty: it has none
 
 	mu       sync.Mutex
@@ -46,6 +47,9 @@ func serveSource(t *testing.T, tells bool) *eventful {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
 		answer := map[string]any{"status": "ok"}
+		if s.model != "" {
+			answer["model"] = s.model
+		}
 		if s.tells {
 			kv := map[string]any{"role": "none", "events": p.Place()}
 			if s.scope != "" {
@@ -206,18 +210,21 @@ func TestEventsDecide(t *testing.T) {
 }
 
 // Where clients' own keys go to the instances, their blocks may be a tenant's, so that events do not say that an instance has none
-// of a prompt: then the history decides.
+// of a prompt: then the history decides. An engine that shows its model to everybody has no keys, and so no tenants.
 func TestEventsOfOtherTenants(t *testing.T) {
 	for _, tt := range []struct {
 		config Config
 		key    string
+		model  string
 		want   []policy.Held
 	}{
-		{Config{}, "", []policy.Held{{Place: 0}, {Place: 1}}},
-		{Config{}, "Bearer alice", nil},
-		{Config{UpstreamKey: "inner"}, "Bearer inner", []policy.Held{{Place: 0}, {Place: 1}}},
+		{Config{}, "", "", []policy.Held{{Place: 0}, {Place: 1}}},
+		{Config{}, "Bearer alice", "", nil},
+		{Config{}, "Bearer alice", "m", []policy.Held{{Place: 0}, {Place: 1}}},
+		{Config{UpstreamKey: "inner"}, "Bearer inner", "", []policy.Held{{Place: 0}, {Place: 1}}},
 	} {
 		a, b := serveSource(t, true), serveSource(t, true)
+		a.model, b.model = tt.model, tt.model
 		f := following(t, tt.config, a, b)
 		a.has("in the beginning there was nothing")
 		b.has("nothing")

@@ -129,6 +129,9 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	q.Whole = !c.streams()
 	q.Tokens = c.body.tokenIDs()
 	scope, beginning := c.body.beginning()
+	if c.foreign() { // so that where one is sent tells no client that another has sent it
+		scope = append(scope, c.header.Get("Authorization")...)
+	}
 	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)
 	q.Prompt.Client = xxh3.HashStringSeed(c.client, r.seed)
 	for _, h := range r.holders {

@@ -158,6 +158,7 @@ func (p *pool) report(ctx context.Context, i int, got checked) {
 	}
 	if got.result == healthy {
 		p.saysLimit(i, got.limit)
+		p.known[i].open = got.open
 		p.sawLocked(i, got.says)
 		if p.policy.UsesPrompts() {
 			p.blocks.follow(p.urls[i], got.events)
@@ -302,6 +303,7 @@ type checked struct {
 	result probe
 	says   *fit            // of what fits, with a healthy one; nil if nothing
 	limit  int             // of requests at once, with a healthy one; 0: it does not say
+	open   bool            // it has no tenants, as far as a healthy one says
 	events *kvevents.Place // where it publishes its blocks, if the router reads that
 	why    string          // what is wrong; empty: nothing
 }
@@ -355,7 +357,7 @@ func (c *checker) probe(ctx context.Context, u *url.URL) checked {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, maxHealth)) // the status is what counts
 	switch resp.StatusCode {
 	case http.StatusOK:
-		return checked{result: healthy, says: parseFit(body), limit: parseLimit(body)}
+		return checked{result: healthy, says: parseFit(body), limit: parseLimit(body), open: c.key == "" && isOpen(body)}
 	case http.StatusServiceUnavailable:
 		return unready(body, resp.Header)
 	case http.StatusUnauthorized, http.StatusForbidden:

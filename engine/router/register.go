@@ -42,12 +42,14 @@ type registered struct {
 	by     string    // the key with which it said so
 	engine string    // its id; "" if it did not say
 	seen   time.Time // when it registered last
+	signed string    // the key with which it did
 
 	sources source // who names it; none: it has left
 	drains  source // which of them say that it gets no new requests
 	words   []word // the groups that they say: by sources, as they spoke first, and then in the order of each one's list
 	ignored string // groups that do not count, as the log has said
 	users   int    // requests that have picked it and have not ended
+	open    bool   // it has no tenants, as its /health says to whoever has no key
 	fit     *fit   // what its /health says; nil: nothing yet, or nothing at all
 
 	unwell  string       // what is wrong by its last probe; empty: nothing
@@ -67,13 +69,13 @@ type registered struct {
 func (r *Router) Registrar() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /register", func(w http.ResponseWriter, req *http.Request) {
-		status, nonce, err := r.register(req)
+		status, nonce, by, err := r.register(req)
 		r.metrics.registrations.WithLabelValues(strconv.Itoa(status)).Inc()
 		if nonce != "" {
 			w.Header().Set(register.NonceHeader, nonce)
 		}
 		if err != nil {
-			r.auditRefusal(req, err)
+			r.auditRefusal(req, by, err)
 			refuse(w, status, "registration_refused", err.Error())
 			return
 		}
@@ -82,59 +84,56 @@ func (r *Router) Registrar() http.Handler {
 	return mux
 }
 
-// register takes one registration. nonce is for the next one of the same instance.
-func (r *Router) register(req *http.Request) (status int, nonce string, err error) {
+// register takes one registration. nonce is for the next one of the same instance; by names the key with which this one is signed.
+func (r *Router) register(req *http.Request) (status int, nonce, by string, err error) {
 	body, err := io.ReadAll(io.LimitReader(req.Body, maxRegistration))
 	if err != nil {
-		return http.StatusBadRequest, "", err
+		return http.StatusBadRequest, "", "", err
 	}
-	by := ""
 	if verify := r.config.Register.Verify; verify != nil {
 		by = verify(string(body), req.Header.Get(register.MacHeader))
 	}
 	if by == "" {
-		return http.StatusForbidden, "", fmt.Errorf("the registration is not signed with this deployment's key")
+		return http.StatusForbidden, "", "", fmt.Errorf("the registration is not signed with this deployment's key")
 	}
 	var m register.Message
 	if err := json.Unmarshal(body, &m); err != nil {
-		return http.StatusBadRequest, "", err
+		return http.StatusBadRequest, "", by, err
 	}
 	in := map[string]role{"P": prefill, "D": decode}
 	part, known := in[m.Type]
 	if !known {
-		return http.StatusBadRequest, "", fmt.Errorf("type is %q, want P or D", m.Type)
+		return http.StatusBadRequest, "", by, fmt.Errorf("type is %q, want P or D", m.Type)
 	}
 	if !isHostPort(m.HTTP) {
-		return http.StatusBadRequest, "", fmt.Errorf("http_address is %q, want HOST:PORT", m.HTTP)
+		return http.StatusBadRequest, "", by, fmt.Errorf("http_address is %q, want HOST:PORT", m.HTTP)
 	}
 	if m.KV != "" && !isHostPort(m.KV) {
-		return http.StatusBadRequest, "", fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
+		return http.StatusBadRequest, "", by, fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
 	}
 	if m.Group != "" && !r.config.Register.Groups {
-		return http.StatusBadRequest, "", errors.New("group is for a router with --mode replica")
+		return http.StatusBadRequest, "", by, errors.New("group is for a router with --mode replica")
 	}
 	if m.Group != "" && !register.IsGroup(m.Group) {
-		return http.StatusBadRequest, "", fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
+		return http.StatusBadRequest, "", by, fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
 	}
 	nonce, news, err := r.pool.register(part, &m, by)
 	if err != nil {
-		return http.StatusConflict, nonce, err
+		return http.StatusConflict, nonce, by, err
 	}
 	if news {
 		apikeys.Act{Action: "register", Key: by, Remote: req.RemoteAddr, Result: "ok"}.
 			Log(r.config.Log, "instance", m.HTTP, "role", part.String(), "leaves", m.Leave)
 	}
-	return http.StatusOK, nonce, nil
+	return http.StatusOK, nonce, by, nil
 }
 
-// auditRefusal keeps a refused registration in the log. That an engine has no nonce yet is no refusal: so it gets one.
-func (r *Router) auditRefusal(req *http.Request, err error) {
+// auditRefusal keeps a refused registration, signed with the key that by names, in the log. That an engine has no nonce yet is no refusal: so it gets one.
+func (r *Router) auditRefusal(req *http.Request, by string, err error) {
 	if errors.Is(err, errNonce) {
 		return
 	}
-	if n := r.refusals.Due(time.Now()); n > 0 {
-		apikeys.Act{Action: "register", Remote: req.RemoteAddr, Result: err.Error()}.Log(r.config.Log, "refused", n)
-	}
+	r.refusals.Log(r.config.Log, apikeys.Act{Action: "register", Key: by, Remote: req.RemoteAddr, Result: err.Error()})
 }
 
 // isHostPort reports whether a text is an address that can be part of a URL and of a request id.
@@ -149,7 +148,7 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	nonce, err = p.fresh.check(freshKey(part, m.HTTP), m, time.Now())
+	nonce, err = p.fresh.check(freshKey(part, m.HTTP, m.KV != ""), m, time.Now())
 	if err != nil {
 		return nonce, false, err
 	}
@@ -171,7 +170,7 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 		p.metrics.known.Inc()
 		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", part.String(), "kv", m.KV)
 	}
-	k.engine, k.seen = m.Engine, time.Now()
+	k.engine, k.seen, k.signed = m.Engine, time.Now(), by
 	if m.KV != "" {
 		k.kv, k.by = m.KV, by
 	}
@@ -184,7 +183,7 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 // another source has one. The caller holds mu.
 func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) {
 	u = &url.URL{Scheme: "http", Host: m.HTTP}
-	if m.TLS {
+	if m.TLS != nil && *m.TLS {
 		u.Scheme = "https"
 	}
 	if i = p.find(part, u); i < 0 {
@@ -192,7 +191,7 @@ func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) 
 	}
 	switch {
 	case i < 0:
-	case p.known[i].sources&^byRegistration != 0 || p.urls[i].Scheme == u.Scheme:
+	case p.known[i].sources&^byRegistration != 0 || m.TLS == nil || p.urls[i].Scheme == u.Scheme:
 		u = p.urls[i]
 	default: // it was there with HTTPS and is without, or the reverse
 		p.disclaim(i, byRegistration)
@@ -208,7 +207,7 @@ func (p *pool) moved(to int) {
 	if engine == "" {
 		return
 	}
-	id := freshKey(part, engine)
+	id := part.String() + " " + engine
 	if p.moves.goesOn(p.urls[to].Host, id, now) {
 		p.log.Warn("two engines register with the same engine_id, both stay: give each its own", "instance", p.urls[to].String(), "role", part.String(), "engine_id", engine)
 	}
@@ -261,7 +260,7 @@ func (m *moves) goesOn(host, engine string, now time.Time) bool {
 // auditLeave keeps in the log that an instance is not registered any more, though it has not said so. The caller holds mu.
 func (p *pool) auditLeave(i int, why string) {
 	if k := &p.known[i]; k.sources&byRegistration != 0 {
-		apikeys.Act{Action: "register", Key: k.by, Result: why}.
+		apikeys.Act{Action: "register", Key: k.signed, Result: why}.
 			Log(p.log, "instance", p.urls[i].Host, "role", p.table.instances[i].role.String(), "leaves", true)
 	}
 }
@@ -271,7 +270,7 @@ func (p *pool) auditLeave(i int, why string) {
 // this life of the router, and be about right.
 type freshness struct {
 	began  time.Time
-	nonces map[string]string // by role and address
+	nonces map[string]string // by freshKey
 	times  map[string]int64  // of those without nonces
 }
 
@@ -325,11 +324,12 @@ func (f *freshness) check(who string, m *register.Message, now time.Time) (nonce
 // What is wrong with a nonce. Engines begin without one, and after the router has begun again they have one that it does not know.
 var (
 	errNonce  = errors.New("the registration has no valid nonce: it must have the one of this answer")
-	errReplay = errors.New("the registration has an earlier nonce, as a copy of an earlier one has: it must have that of this answer")
+	errReplay = errors.New("the registration has an earlier nonce, as a copy of an earlier one has, and one after an answer that was lost: it must have that of this answer")
 )
 
-// freshKey is how freshness knows an instance.
-func freshKey(part role, host string) string { return part.String() + " " + host }
+// freshKey is how freshness knows an instance, and who registers it: a connector that says where it takes blocks, or the engine's server.
+// Both may, each with nonces of its own.
+func freshKey(part role, host string, kv bool) string { return fmt.Sprintf("%v %s %t", part, host, kv) }
 
 // late lets an engine come back whose clock was ahead when it registered last, once that is over.
 func (f *freshness) late(who string, now time.Time) {
@@ -367,7 +367,9 @@ func (p *pool) unregistered(i int) {
 		p.metrics.known.Dec()
 	}
 	k.kv, k.engine = "", ""
-	p.fresh.late(freshKey(p.table.instances[i].role, p.urls[i].Host), time.Now())
+	for _, kv := range []bool{false, true} {
+		p.fresh.late(freshKey(p.table.instances[i].role, p.urls[i].Host, kv), time.Now())
+	}
 }
 
 // admits reports whether the instance may get requests of a client now, as its sources, itself and its breaker say. The caller holds mu.

@@ -1,7 +1,6 @@
 package router
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -9,14 +8,19 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/internal/register"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // signer signs by a word in front.
@@ -166,45 +170,55 @@ func TestRegisterRefuses(t *testing.T) {
 	require.Equal(t, http.StatusForbidden, code)
 }
 
-// The log has a line when an instance comes or leaves by registering, and not for each time it says that it is still there;
-// registrations that are refused leave one line in a while, which counts them.
-func TestRegistrationsAreAudited(t *testing.T) {
-	var log bytes.Buffer
-	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
-	require.NoError(t, err)
-	audited := func() (lines []string) {
-		for line := range strings.Lines(log.String()) {
-			if _, rest, is := strings.Cut(line, "msg=audit action=register "); is {
-				lines = append(lines, rest)
-			}
+// audited are the lines about registrations in a log, without what they all begin with.
+func audited(log *testkit.Log) (lines []string) {
+	for line := range strings.Lines(log.String()) {
+		if _, rest, is := strings.Cut(line, "msg=audit action=register "); is {
+			lines = append(lines, strings.TrimSpace(rest))
 		}
-		log.Reset()
-		return lines
 	}
-	now := time.Now().UnixNano()
-	for i := range 3 {
-		code, _ := say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", now+int64(i)))
-		require.Equal(t, http.StatusOK, code)
-	}
-	leaving := old("D", "127.0.0.1:7", "", now+3)
-	leaving.Leave = true
-	for range 2 {
-		code, _ := say(t, r, true, leaving)
-		require.Equal(t, http.StatusOK, code)
-		leaving.At++
-	}
-	require.Equal(t, []string{
-		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=false\n",
-		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=true\n",
-	}, audited())
-	for range 3 {
-		code, _ := say(t, r, false, leaving)
-		require.Equal(t, http.StatusForbidden, code)
-	}
-	require.Equal(t, []string{
-		"key=\"\" remote=192.0.2.1:1234 result=\"the registration is not signed with this deployment's key\" refused=1\n",
-	}, audited())
-	require.Equal(t, 3, r.refusals.Due(time.Now().Add(time.Minute)))
+	return lines
+}
+
+// The log has a line when an instance comes or leaves by registering, and not for each time it says that it is still there;
+// registrations that are refused leave one line in a while, which counts them. What nobody has signed hides nothing that somebody has.
+func TestRegistrationsAreAudited(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.Log
+		r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
+		require.NoError(t, err)
+		defer r.Close()
+		now := time.Now().UnixNano()
+		for i := range 3 {
+			code, _ := say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", now+int64(i)))
+			require.Equal(t, http.StatusOK, code)
+		}
+		leaving := old("D", "127.0.0.1:7", "", now+3)
+		leaving.Leave = true
+		for range 2 {
+			code, _ := say(t, r, true, leaving)
+			require.Equal(t, http.StatusOK, code)
+			leaving.At++
+		}
+		want := []string{
+			"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=false",
+			"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=true",
+		}
+		require.Equal(t, want, audited(&log))
+		for range 3 {
+			code, _ := say(t, r, false, leaving)
+			require.Equal(t, http.StatusForbidden, code)
+		}
+		code, _ := say(t, r, true, []int{1})
+		require.Equal(t, http.StatusBadRequest, code)
+		unsigned := `key="" remote=192.0.2.1:1234 result="the registration is not signed with this deployment's key" refused=`
+		want = append(want, unsigned+"1",
+			`key=key remote=192.0.2.1:1234 result="json: cannot unmarshal array into Go value of type register.Message" refused=1`)
+		require.Equal(t, want, audited(&log))
+		<-time.After(apikeys.Pause)
+		synctest.Wait()
+		require.Equal(t, append(want, unsigned+"2"), audited(&log), "though nobody came")
+	})
 }
 
 // What is refused for other reasons than a nonce that an engine does not have yet is in the log: there are too many instances, or
@@ -213,17 +227,23 @@ func TestAuditOfOddRegistrations(t *testing.T) {
 	registration := func(address, engine, nonce string) register.Message {
 		return register.Message{Type: "D", HTTP: address, Engine: engine, Nonce: nonce}
 	}
-	nonceOf := func(r *Router, address string) string { return r.pool.fresh.nonces[freshKey(decode, address)] }
+	nonceOf := func(r *Router, address string) string { return r.pool.fresh.nonces[freshKey(decode, address, false)] }
+	comes := func(address string) string {
+		return `key=key remote=192.0.2.1:1234 result=ok instance=` + address + ` role=decode leaves=false`
+	}
+	leaves := func(key, why string) string {
+		return `key=` + key + ` remote="" result=` + why + ` instance=127.0.0.1:7 role=decode leaves=true`
+	}
 	for name, tt := range map[string]struct {
 		do   func(t *testing.T, r *Router)
-		want string
+		want []string // the last lines
 	}{
 		"begins": {func(t *testing.T, r *Router) {
 			code, _ := say(t, r, true, registration("127.0.0.1:7", "e", register.NoNonce))
 			require.Equal(t, http.StatusConflict, code)
 			code, _ = say(t, r, true, registration("127.0.0.1:7", "e", register.NoNonce))
 			require.Equal(t, http.StatusConflict, code, "it has begun again")
-		}, ""},
+		}, nil},
 		"again": {func(t *testing.T, r *Router) {
 			say(t, r, true, registration("127.0.0.1:7", "e", register.NoNonce))
 			nonce := nonceOf(r, "127.0.0.1:7")
@@ -231,34 +251,73 @@ func TestAuditOfOddRegistrations(t *testing.T) {
 				code, _ := say(t, r, true, registration("127.0.0.1:7", "e", nonce))
 				require.Equal(t, want, code)
 			}
-		}, "an earlier nonce"},
+		}, []string{comes("127.0.0.1:7"), `key=key remote=192.0.2.1:1234 result="` + errReplay.Error() + `" refused=1`}},
 		"too many": {func(t *testing.T, r *Router) {
 			now := time.Now().UnixNano()
 			for i := range maxInstances + 1 {
 				say(t, r, true, old("D", fmt.Sprintf("127.0.0.1:%d", 1000+i), "", now))
 			}
-		}, fmt.Sprintf("there are %d already", maxInstances)},
+		}, []string{fmt.Sprintf(`key=key remote=192.0.2.1:1234 result="too many instances: there are %d already" refused=1`, maxInstances)}},
 		"expired": {func(t *testing.T, r *Router) {
-			say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", time.Now().UnixNano()))
+			say(t, r, true, old("D", "127.0.0.1:7", "", time.Now().UnixNano()))
 			r.pool.expire(0)
-		}, `key=key remote="" result=expired instance=127.0.0.1:7 role=decode leaves=true`},
+		}, []string{comes("127.0.0.1:7"), leaves("key", "expired")}},
+		"expired under another key": {func(t *testing.T, r *Router) {
+			say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", time.Now().UnixNano()))
+			_, _, err := r.pool.register(decode, &register.Message{Type: "D", HTTP: "127.0.0.1:7", At: time.Now().UnixNano()}, "other")
+			require.NoError(t, err)
+			r.pool.expire(0)
+		}, []string{comes("127.0.0.1:7"), leaves("other", "expired")}},
 		"moved": {func(t *testing.T, r *Router) {
 			for _, address := range []string{"127.0.0.1:7", "127.0.0.1:8"} {
 				say(t, r, true, registration(address, "e", register.NoNonce))
 				say(t, r, true, registration(address, "e", nonceOf(r, address)))
 			}
-		}, `result=moved instance=127.0.0.1:7 role=decode leaves=true`},
+		}, []string{comes("127.0.0.1:7"), leaves("key", "moved"), comes("127.0.0.1:8")}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var log bytes.Buffer
+			var log testkit.Log
 			r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
 			require.NoError(t, err)
 			tt.do(t, r)
-			if tt.want == "" {
-				require.NotContains(t, log.String(), "msg=audit")
-				return
-			}
-			require.Contains(t, log.String(), tt.want)
+			got := audited(&log)
+			require.Equal(t, tt.want, got[max(0, len(got)-len(tt.want)):])
+			require.Equal(t, tt.want == nil, got == nil)
 		})
 	}
+}
+
+// A connector registers its engine, and the engine's server does, too, each in its own time. Both are believed, the engine is reached as
+// the one says that knows, its place stays, and nothing is refused.
+func TestTwoRegisterOneEngine(t *testing.T) {
+	var log testkit.Log
+	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	secured := true
+	registrations := map[string]*register.Message{
+		"connector": {Type: "D", HTTP: "127.0.0.1:7", KV: "127.0.0.1:9", Nonce: register.NoNonce},
+		"server":    {Type: "D", HTTP: "127.0.0.1:7", Engine: "e", TLS: &secured, Nonce: register.NoNonce},
+	}
+	says := func(who string) int {
+		m := registrations[who]
+		code, _ := say(t, r, true, m)
+		m.Nonce = r.pool.fresh.nonces[freshKey(decode, m.HTTP, m.KV != "")]
+		return code
+	}
+	for _, who := range []string{"connector", "server"} {
+		require.Equal(t, http.StatusConflict, says(who), "it has no nonce yet")
+		require.Equal(t, http.StatusOK, says(who))
+	}
+	var places []int
+	for _, who := range []string{"connector", "server", "server", "connector", "connector", "server"} {
+		require.Equal(t, http.StatusOK, says(who), who)
+		r.pool.mu.Lock()
+		places = append(places, r.pool.find(decode, &url.URL{Scheme: "https", Host: "127.0.0.1:7"}))
+		r.pool.mu.Unlock()
+	}
+	require.NotEqual(t, -1, places[0])
+	require.Equal(t, slices.Repeat(places[:1], len(places)), places)
+	kv, _ := r.pool.kvAddress(places[0])
+	require.Equal(t, "127.0.0.1:9", kv)
+	require.NotContains(t, log.String(), "refused=")
 }

@@ -17,7 +17,7 @@ func TestRegisteredScheme(t *testing.T) {
 	at := time.Now().UnixNano()
 	urls := func(secure bool, host string) (list []string) {
 		at++
-		code, text := say(t, r, true, register.Message{Type: "D", HTTP: host, TLS: secure, At: at})
+		code, text := say(t, r, true, register.Message{Type: "D", HTTP: host, TLS: &secure, At: at})
 		require.Equal(t, http.StatusOK, code, text)
 		for _, in := range r.pool.health().instances {
 			list = append(list, in.URL)

@@ -12,9 +12,31 @@ import (
 // passesKeys reports whether clients' own keys go to the instances, which may put requests into tenants that the router does not know.
 func (c *Config) passesKeys() bool { return !c.OwnKeys && c.UpstreamKey == "" }
 
-// foreign reports whether instances may put the request into a tenant that the router does not know.
+// foreign reports whether instances may put the request into a tenant that the router does not know: its client has a key, and some
+// instance may have tenants.
 func (c *call) foreign() bool {
-	return c.router.config.passesKeys() && c.header.Get("Authorization") != ""
+	return c.router.config.passesKeys() && c.header.Get("Authorization") != "" && c.router.pool.mayHaveTenants()
+}
+
+// mayHaveTenants reports whether an instance that takes requests may have tenants.
+func (p *pool) mayHaveTenants() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := range p.known {
+		if k := &p.known[i]; k.sources != 0 && !k.open && p.table.available(i) {
+			return true
+		}
+	}
+	return false
+}
+
+// isOpen reports by the body of /health, asked without a key, whether the instance has no tenants: an engine of kvport says what it
+// serves only where it has no keys, and vLLM, which has one key for all, says nothing.
+func isOpen(body []byte) bool {
+	var h struct {
+		Model string `json:"model"`
+	}
+	return len(body) == 0 || json.Unmarshal(body, &h) == nil && h.Model != ""
 }
 
 // saltField is the field of a request that separates its KV blocks from those of others.

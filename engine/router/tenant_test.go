@@ -6,6 +6,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
@@ -134,6 +135,38 @@ func TestKeysOfInstancesShowNoReasons(t *testing.T) {
 		require.Equal(t, tt.want, resp.Header.Get(routeHeader))
 	}
 	require.Contains(t, complete(t, f, completion("hi"), routeHeader, "1").Get(routeHeader), "; why=", "an instance that asks for no key has no tenants")
+}
+
+// What a client has sent decides where its next prompt goes, and not where another client's does that may be of another tenant. Where
+// no instance has tenants, it decides for all, and all learn the reasons.
+func TestHistoryOfOtherTenants(t *testing.T) {
+	for body, tenants := range map[string]bool{`{"status":"ok"}`: true, `{"status":"ok","instances":[]}`: true, `{"status":"ok","model":"m"}`: false, ``: false} {
+		d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/health" {
+				_, _ = io.WriteString(w, body)
+				return
+			}
+			tokens(w, r)
+		})
+		f := serveRouter(t, Config{Decode: urls(d), Policy: policy.PrefixAware, HealthInterval: 10 * time.Millisecond})
+		running(t, f.router)
+		require.Eventually(t, func() bool { return len(d.requests()) > 1 && f.router.pool.mayHaveTenants() == tenants }, time.Minute, time.Millisecond, body)
+		prompt := func(authorization string) policy.Prompt {
+			parsed, err := parse([]byte(completion(strings.Repeat("words of a prompt ", 50))))
+			require.NoError(t, err)
+			c := &call{router: f.router, body: parsed, header: http.Header{"Authorization": {authorization}}}
+			return c.prepare(t.Context()).Prompt
+		}
+		alices, bobs := prompt("Bearer alice"), prompt("Bearer bob")
+		require.Equal(t, alices, prompt("Bearer alice"))
+		if tenants {
+			require.NotEqual(t, alices, bobs)
+		} else {
+			require.Equal(t, alices, bobs)
+		}
+		got := complete(t, f, completion("hi"), routeHeader, "1", "Authorization", "Bearer bob").Get(routeHeader)
+		require.Equal(t, !tenants, strings.Contains(got, "; why="), got)
+	}
 }
 
 // A key's limits are those of the config file, else of its own line, else those of all.

@@ -27,7 +27,7 @@ type fairness struct {
 	limits *admission.Queue // of requests, none of which waits
 	turns  *admission.Queue // of prompts, of each request one at a time
 	taken  int              // places
-	each   map[string]int   // places by the names of clients
+	each   map[string]int   // places by tenants, and by the names of clients without one
 	behind int              // prompts that the engine does not have yet
 }
 
@@ -42,33 +42,37 @@ func newFairness(seqs, places int, waiting prometheus.Gauge) *fairness {
 	}
 }
 
-// enter takes a place for a request of a client, until leave. A client with a tenant may have seven eighths of the places that
-// others leave, since its requests may wait here for long. Routers may have all, as may clients that nobody tells apart.
+// enter takes a place for a request of a client, until leave. The clients of a tenant may have seven eighths of the places that
+// others leave, since their requests may wait here for long; of fewer than eight, all. Routers may have all, as may clients without a
+// tenant: they may be routers of a deployment whose file has no names.
 func (f *fairness) enter(k *apikeys.Key) (leave func(), err error) {
-	name, shares := "", false
+	who, shares := "", false
 	if k != nil {
-		name, shares = k.Name, k.Tenant != ""
+		who, shares = k.Name, k.Tenant != ""
+	}
+	if shares {
+		who = "the tenant " + k.Tenant
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	left := f.places - (f.taken - f.each[name])
+	left := f.places - (f.taken - f.each[who])
 	if shares {
 		left -= left / 8
 	}
 	switch {
 	case f.taken >= f.places:
 		return nil, fmt.Errorf("%w: %d are running already", engine.ErrOverloaded, f.taken)
-	case f.each[name] >= left:
-		return nil, fmt.Errorf("%w: %s has %d running or waiting already, and may have seven eighths of those that others leave", engine.ErrOverloaded, name, f.each[name])
+	case f.each[who] >= left:
+		return nil, fmt.Errorf("%w: %s has %d running or waiting already, and may have seven eighths of those that others leave", engine.ErrOverloaded, who, f.each[who])
 	}
 	f.taken++
-	f.each[name]++
+	f.each[who]++
 	return func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		f.taken--
-		if f.each[name]--; f.each[name] == 0 {
-			delete(f.each, name)
+		if f.each[who]--; f.each[who] == 0 {
+			delete(f.each, who)
 		}
 	}, nil
 }
@@ -88,40 +92,50 @@ func (f *fairness) wait(n int) {
 	f.waiting.Set(float64(f.behind))
 }
 
-// request counts a request of a client that may cost tokens, until end, which is told what it cost; a negative number
-// says that nobody knows. The error is an *admission.RefusedError.
-func (f *fairness) request(k *apikeys.Key, tokens int) (end func(used int), err error) {
+// request counts a request of a client, until end. What it may cost is said later. The error is an *admission.RefusedError.
+func (f *fairness) request(k *apikeys.Key) (*admission.Request, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	r, err := f.limits.Arrive(time.Now(), k.Name, k.Limits, tokens)
-	if err != nil {
-		return nil, err
-	}
-	return func(used int) {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		f.limits.End(time.Now(), r, used)
-	}, nil
+	return f.limits.Arrive(time.Now(), k.Name, k.Limits, 1)
 }
 
-// turn waits until a prompt of a client may go to the engine, where it is until done.
-func (f *fairness) turn(ctx context.Context, k *apikeys.Key, tokens int) (done func(), err error) {
+// estimate says how many tokens a request may cost. After an error, an *admission.RefusedError, it no longer counts.
+func (f *fairness) estimate(r *admission.Request, tokens int) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.limits.Estimate(time.Now(), r, tokens)
+}
+
+// end is told how many tokens a request cost. Nil is the request of a client that has no limits.
+func (f *fairness) end(r *admission.Request, used int) {
+	if r == nil {
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.limits.End(time.Now(), r, used)
+}
+
+// turn waits until a prompt of a client may go to the engine, where it is until done, which is told how many tokens it cost.
+func (f *fairness) turn(ctx context.Context, k *apikeys.Key, tokens int) (done func(used int), err error) {
 	f.mu.Lock()
 	r, err := f.turns.Arrive(time.Now(), k.Name, admission.Limits{}, tokens)
 	f.mu.Unlock()
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", engine.ErrOverloaded, err)
 	}
-	done = func() {
+	done = func(used int) {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.turns.End(time.Now(), r, 0)
+		f.turns.End(time.Now(), r, used)
 	}
 	select {
 	case <-r.Decided():
 	case <-ctx.Done():
 	}
 	switch {
+	case ctx.Err() == nil && r.Refused() != nil: // for the sake of another client
+		return nil, fmt.Errorf("%w: %w", engine.ErrOverloaded, r.Refused())
 	case ctx.Err() == nil:
 		return done, nil
 	case cutOff(ctx):
@@ -129,7 +143,7 @@ func (f *fairness) turn(ctx context.Context, k *apikeys.Key, tokens int) (done f
 	default:
 		err = errLeft
 	}
-	done()
+	done(0)
 	return nil, err
 }
 
@@ -145,32 +159,47 @@ func (x *exchange) cost(j *job) int {
 	return len(j.prompt) + answer
 }
 
-// admit keeps the request's client to its limits. What it cost goes to end.
-func (s *Server) admit(w http.ResponseWriter, x *exchange) (end func(used int), err error) {
-	if x.key == nil {
-		return func(int) {}, nil
+// admit keeps a client to its limits, before its request costs anything. The request counts until s.fair.end; nil: there are no keys.
+func (s *Server) admit(w http.ResponseWriter, k *apikeys.Key) (*admission.Request, error) {
+	if k == nil {
+		return nil, nil
+	}
+	r, err := s.fair.request(k)
+	if err != nil {
+		return nil, limited(w, k, err)
+	}
+	return r, nil
+}
+
+// estimate keeps the client of an admitted request to its tokens.
+func (s *Server) estimate(w http.ResponseWriter, x *exchange, r *admission.Request) error {
+	if r == nil {
+		return nil
 	}
 	tokens := 0
 	for i := range x.jobs {
 		tokens += x.cost(&x.jobs[i])
 	}
-	end, err = s.fair.request(x.key, tokens)
+	return limited(w, x.key, s.fair.estimate(r, tokens))
+}
+
+// limited is the answer to a request that is beyond the limits of its client.
+func limited(w http.ResponseWriter, k *apikeys.Key, err error) error {
 	refusal, refused := errors.AsType[*admission.RefusedError](err)
 	if !refused {
-		return end, err
+		return err
 	}
 	w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(refusal.After.Seconds()))))
-	limits := x.key.Limits
 	var message string
 	switch refusal.Reason {
 	case admission.RequestRate:
-		message = fmt.Sprintf("%s may send %d requests a minute (requests_per_minute)", x.key.Name, limits.RequestsPerMinute)
+		message = fmt.Sprintf("%s may send %d requests a minute (requests_per_minute)", k.Name, k.Limits.RequestsPerMinute)
 	case admission.TokenRate:
-		message = fmt.Sprintf("%s may use %d tokens a minute (tokens_per_minute)", x.key.Name, limits.TokensPerMinute)
+		message = fmt.Sprintf("%s may use %d tokens a minute (tokens_per_minute)", k.Name, k.Limits.TokensPerMinute)
 	default:
-		message = fmt.Sprintf("%s may have %d requests running (max_in_flight)", x.key.Name, limits.InFlight)
+		message = fmt.Sprintf("%s may have %d requests running (max_in_flight)", k.Name, k.Limits.InFlight)
 	}
-	return nil, &Error{http.StatusTooManyRequests, "rate_limit_error", "", "rate_limit_exceeded", message}
+	return &Error{http.StatusTooManyRequests, "rate_limit_error", "", "rate_limit_exceeded", message}
 }
 
 // used is how many tokens a request cost that ended with err. What the server could not answer costs nothing. A client that left
@@ -200,7 +229,7 @@ type submitted struct {
 
 // submit gives a job to the engine when it is its turn, and the turn to another one when the engine has ended it.
 func (s *Server) submit(ctx context.Context, x *exchange, j *job) (*submitted, error) {
-	done := func() {}
+	done := func(int) {}
 	if x.takesTurns() {
 		var err error
 		if done, err = s.fair.turn(ctx, x.key, x.cost(j)); err != nil {
@@ -211,23 +240,25 @@ func (s *Server) submit(ctx context.Context, x *exchange, j *job) (*submitted, e
 	results, err := s.config.Engine.Submit(ctx, j.request)
 	if err != nil {
 		cancel(err)
-		done()
+		done(0)
 		return nil, err
 	}
 	if x.key != nil {
-		results = x.relay(results, done)
+		results = x.relay(results, len(j.prompt), done)
 	}
 	return &submitted{results, cancel}, nil
 }
 
-// relay passes on what the engine says about a job, and calls done when that was all, though the client may not have read it: one
-// that reads slowly keeps no turn. What is not read yet is taken back and sent again with the news, as in the engine.
-func (x *exchange) relay(results <-chan engine.Output, done func()) <-chan engine.Output {
+// relay passes on what the engine says about a prompt, and calls done when that was all, though the client may not have read it: one
+// that reads slowly keeps no turn. What is not read yet is taken back and sent again with the news, as in the engine. used is how many
+// tokens the prompt has; done is told what it cost with its answer.
+func (x *exchange) relay(results <-chan engine.Output, used int, done func(used int)) <-chan engine.Output {
 	out := make(chan engine.Output, 1)
 	go func() {
 		defer close(out)
-		defer done()
+		defer func() { done(used) }()
 		for o := range results {
+			used += len(o.Tokens)
 			x.generated.Add(int64(len(o.Tokens)))
 			select {
 			case unread := <-out:

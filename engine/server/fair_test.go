@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
@@ -30,11 +31,16 @@ type paced struct {
 	tenants []string // of all requests, in the order in which they came
 	prompts []string // likewise
 	running []chan struct{}
+
+	generates int // tokens of each prompt at most
 }
 
 func (p *paced) Info() engine.Info {
 	info := p.script.Info()
 	info.MaxSeqs = 16
+	if p.generates > 0 {
+		info.MaxModelLen = 2 * p.generates
+	}
 	return info
 }
 
@@ -59,7 +65,10 @@ func (p *paced) Submit(ctx context.Context, r engine.Request) (<-chan engine.Out
 		last := engine.Output{Reason: connector.ReasonAbort}
 		select {
 		case <-end:
-			last = engine.Output{Reason: connector.ReasonLength, Usage: engine.Usage{Prompt: len(r.Prompt)}}
+			n := min(p.generates, r.MaxTokens)
+			last = engine.Output{
+				Tokens: slices.Repeat([]int32{'a'}, n), Reason: connector.ReasonLength, Usage: engine.Usage{Prompt: len(r.Prompt), Generated: n},
+			}
 		case <-ctx.Done():
 		}
 		out <- last
@@ -259,6 +268,7 @@ func TestPlacesAreShared(t *testing.T) {
 		}
 	}
 	require.Equal(t, 224, fill("alice"))
+	require.Zero(t, fill("friend"), "who is of her tenant")
 	require.Equal(t, 28, fill("bob"))
 	require.Equal(t, 4, fill("router"))
 	w := postAs(t, s, "alice", "/v1/completions", `{"prompt":"hi"}`)
@@ -274,6 +284,115 @@ func TestPlacesAreShared(t *testing.T) {
 	leave, err := s.fair.enter(tenants("Bearer bob"))
 	require.NoError(t, err)
 	leave()
+
+	s, _ = pacedServer(t, tenants)
+	require.Equal(t, 256, fill("shared"), "who has no tenant")
+}
+
+// A prompt that has to make room for another client's does not go to the engine.
+func TestPromptThatMakesRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFairness(1, 3, prometheus.NewGauge(prometheus.GaugeOpts{Name: "waiting"}))
+		turns := make(chan error, 6)
+		wait := func(key string) {
+			go func() {
+				done, err := f.turn(t.Context(), tenants("Bearer "+key), 1)
+				if err == nil {
+					done(1)
+				}
+				turns <- err
+			}()
+			synctest.Wait()
+		}
+		var running []func(int)
+		for range 2 {
+			done, err := f.turn(t.Context(), tenants("Bearer alice"), 1)
+			require.NoError(t, err)
+			running = append(running, done)
+		}
+		for range 3 {
+			wait("alice")
+		}
+		wait("bob")
+		require.ErrorIs(t, <-turns, engine.ErrOverloaded)
+		for _, done := range running {
+			done(1)
+		}
+		for range 3 {
+			require.NoError(t, <-turns)
+		}
+		require.Zero(t, f.turns.Running()+f.turns.Waiting())
+	})
+}
+
+// Clients that always have something waiting get as many tokens of the engine each, whether they ask for few or many, and whether they
+// say how many or not.
+func TestTurnsGoByTokens(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := &paced{generates: 4000}
+		s, err := New(Config{Engine: e, Tokenizer: tokenizer.Bytes(), ModelName: "x", Key: tenants})
+		require.NoError(t, err)
+		bodies := map[string]string{
+			"alice": `{"messages":[{"role":"user","content":"hi"}]}`,
+			"bob":   `{"messages":[{"role":"user","content":"hi"}],"max_tokens":4000}`,
+			"admin": `{"messages":[{"role":"user","content":"hi"}],"max_tokens":1000}`,
+		}
+		ctx, leave := context.WithCancel(t.Context())
+		var clients sync.WaitGroup
+		for key, body := range bodies {
+			for range 60 {
+				clients.Go(func() {
+					for ctx.Err() == nil {
+						r := httptest.NewRequestWithContext(ctx, "POST", "/v1/chat/completions", strings.NewReader(body))
+						r.Header.Set("Authorization", "Bearer "+key)
+						w := httptest.NewRecorder()
+						s.ServeHTTP(w, r)
+						if w.Code != 200 {
+							t.Error(w.Body.String())
+							return
+						}
+					}
+				})
+			}
+		}
+		const most = 600
+		for range most {
+			synctest.Wait()
+			e.end(1)
+		}
+		synctest.Wait()
+		tokens := map[string]int{}
+		for _, tenant := range e.came()[100:] {
+			tokens[tenant] += map[string]int{"alice": 4000, "bob": 4000, "admin": 1000}[tenant]
+		}
+		leave()
+		clients.Wait()
+		for name, n := range tokens {
+			require.InEpsilon(t, tokens["bob"], n, 0.2, "%s: %v", name, tokens)
+		}
+		require.Len(t, tokens, 3)
+	})
+}
+
+// What a client may not do now is not even decoded. To have a prompt tokenized is a request like others.
+func TestLimitsComeFirst(t *testing.T) {
+	for name, limits := range map[string]admission.Limits{"requests": {RequestsPerMinute: 1}, "at once": {InFlight: 1}} {
+		s, _ := pacedServer(t, func(string) *apikeys.Key {
+			return &apikeys.Key{Name: "alice", Tenant: "alice", Limits: limits}
+		})
+		if limits.InFlight > 0 {
+			_, err := s.fair.request(s.config.Key(""))
+			require.NoError(t, err)
+		} else {
+			require.Equal(t, 200, postAs(t, s, "alice", "/tokenize", `{"prompt":"hi"}`).Code)
+		}
+		for _, path := range []string{"/tokenize", "/v1/completions", "/v1/chat/completions"} {
+			w := postAs(t, s, "alice", path, `not even JSON`)
+			require.Equal(t, 429, w.Code, "%s %s %s", name, path, w.Body.String())
+			require.Contains(t, w.Body.String(), `"code":"rate_limit_exceeded"`)
+			require.NotEmpty(t, w.Header().Get("Retry-After"))
+		}
+	}
 }
 
 // chatty is an engine that generates a few tokens, and then none.
@@ -288,7 +407,7 @@ func (c *chatty) Submit(ctx context.Context, r engine.Request) (<-chan engine.Ou
 	if c.err != nil {
 		out <- engine.Output{Reason: connector.ReasonError, Err: c.err}
 		close(out)
-		return out, nil
+		return out, nil //nolint:nilerr // the output has it
 	}
 	out <- engine.Output{Tokens: slices.Repeat([]int32{'a'}, 30), Usage: engine.Usage{Prompt: len(r.Prompt), Generated: 30}}
 	go func() {
@@ -327,7 +446,9 @@ func TestCostOfWhatDoesNotEnd(t *testing.T) {
 				<-gone
 				n := 0
 				for ; ; n++ {
-					if _, err := s.fair.request(limited(""), 3); err != nil {
+					r, err := s.fair.request(limited(""))
+					require.NoError(t, err)
+					if s.fair.estimate(r, 3) != nil {
 						break
 					}
 				}

@@ -238,18 +238,22 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 	defer leave()
 	s.metrics.inFlight.Inc()
 	defer s.metrics.inFlight.Dec()
+	admitted, err := s.admit(w, x.key)
+	if err != nil {
+		return err
+	}
+	used := 0
+	defer func() { s.fair.end(admitted, used) }()
 	if err := s.decode(x, body); err != nil {
 		return err
 	}
-	end, err := s.admit(w, x)
-	if err != nil {
+	if err := s.estimate(w, x, admitted); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(r.Context())
 	pieces, err := s.start(ctx, x)
 	if err != nil {
 		cancel()
-		end(0)
 		return err
 	}
 	a := s.newWriter(ctx, w, x)
@@ -257,7 +261,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, x *exchange) erro
 		cancel()
 		for range pieces { // until the engine has let go of the request
 		}
-		end(a.used(err))
+		used = a.used(err)
 	}()
 	if x.params.stream {
 		err = a.stream(pieces)
@@ -483,7 +487,10 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	if key, err := s.keyOf(r); err == nil && key.Watches() {
 		answer.details = &details{Model: s.config.ModelName, Health: h, CacheQuery: s.config.CacheQueryRate > 0, InFlight: running}
 		if fit := s.config.Engine.Info().Fit; fit.Role != "" { // its keys may have changed
-			answer.KV = &kv{fit, s.config.Events}
+			answer.KV = &kv{Fit: fit}
+			if key == nil || key.Tenant == "" { // a router whose requests are all of one tenant would find none of its salts in events
+				answer.KV.Events = s.config.Events
+			}
 		}
 	}
 	code := http.StatusOK
@@ -524,15 +531,13 @@ func (s *Server) reset(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// audit keeps an act in the log, and of refused ones a line once in a while.
+// audit keeps an act in the log, and of a client's refused ones a line once in a while.
 func (s *Server) audit(act apikeys.Act, err error) {
 	if e, refused := errors.AsType[*Error](err); !refused || e.Status >= http.StatusInternalServerError {
 		act.Log(s.config.Log)
 		return
 	}
-	if n := s.refusals.Due(time.Now()); n > 0 {
-		act.Log(s.config.Log, "refused", n)
-	}
+	s.refusals.Log(s.config.Log, act)
 }
 
 // watched lets only clients through that may see what is about all tenants.

@@ -1,12 +1,14 @@
 package server
 
 import (
-	"bytes"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
@@ -14,7 +16,10 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/tokenizer"
 	"github.com/kvport/kvport/host"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // onlyKey knows the key k.
@@ -29,6 +34,7 @@ func onlyKey(authorization string) *apikeys.Key {
 func tenants(authorization string) *apikeys.Key {
 	keys := map[string]*apikeys.Key{
 		"Bearer alice":  {Name: "alice", Tenant: "alice"},
+		"Bearer friend": {Name: "friend", Tenant: "alice"},
 		"Bearer bob":    {Name: "bob", Tenant: "bob"},
 		"Bearer shared": {Name: "shared"},
 		"Bearer router": {Name: "router", Router: true},
@@ -93,31 +99,48 @@ func TestKeyIsGone(t *testing.T) {
 	require.Empty(t, e.requests())
 }
 
-// The cache is everybody's, so only some may empty it, and the log says who did.
+// The cache is everybody's, so only some may empty it, and the log says who did. Whoever is refused does not fill the log, and hides
+// no other client.
 func TestResetNeedsAnAdmin(t *testing.T) {
-	for key, want := range map[string]int{"alice": 403, "router": 403, "admin": 200} {
-		var log bytes.Buffer
-		f := serve(t, &script{}, func(c *Config) {
-			c.Key, c.Log = tenants, slog.New(slog.NewTextHandler(&log, nil))
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.Log
+		s, err := New(Config{
+			Engine: &script{}, Tokenizer: tokenizer.Bytes(), ModelName: "x", Key: tenants, Log: slog.New(slog.NewTextHandler(&log, nil)),
 		})
-		require.Equal(t, want, postAs(t, f.server, key, "/reset_prefix_cache", "").Code, key)
-		require.Contains(t, log.String(), `level=INFO msg=audit action=reset key=`+key+` remote=192.0.2.7:123 result=`, key)
-		require.Equal(t, want == 200, strings.HasSuffix(log.String(), "result=ok\n"), log.String())
-		for range 100 {
-			require.Equal(t, want, postAs(t, f.server, key, "/reset_prefix_cache", "").Code, key)
+		require.NoError(t, err)
+		audited := func(key string) (lines []string) {
+			for line := range strings.Lines(log.String()) {
+				if _, rest, is := strings.Cut(line, `level=INFO msg=audit action=reset key=`+key+` remote=192.0.2.7:123 result=`); is {
+					lines = append(lines, strings.TrimSpace(rest))
+				}
+			}
+			return lines
 		}
-		lines := 1 // whoever is refused does not fill the log
-		if want == 200 {
-			lines = 101
+		const refused = `"only a client whose line in the file of API keys says admin may empty the cache, which all tenants share" refused=`
+		for key, want := range map[string]int{"alice": 403, "router": 403, "admin": 200} {
+			for range 100 {
+				require.Equal(t, want, postAs(t, s, key, "/reset_prefix_cache", "").Code, key)
+			}
+			if want == 200 {
+				require.Equal(t, slices.Repeat([]string{"ok"}, 100), audited(key))
+			} else {
+				require.Equal(t, []string{refused + "1"}, audited(key))
+			}
 		}
-		require.Equal(t, lines, strings.Count(log.String(), "msg=audit"))
-	}
+		<-time.After(apikeys.Pause)
+		synctest.Wait()
+		for _, key := range []string{"alice", "router"} {
+			require.Equal(t, []string{refused + "1", refused + "99"}, audited(key))
+		}
+	})
 }
 
 // What is about all tenants is for clients whose line says so. Others learn as little as one without a key.
 func TestWatchingNeedsAnOption(t *testing.T) {
 	registry := prometheus.NewRegistry()
-	f := serve(t, &fitting{fit: host.Fit{Role: "none", Model: "m"}}, func(c *Config) { c.Key, c.Metrics, c.Gatherer = tenants, registry, registry })
+	f := serve(t, &fitting{fit: host.Fit{Role: "none", Model: "m"}}, func(c *Config) {
+		c.Key, c.Metrics, c.Gatherer, c.Events = tenants, registry, registry, &kvevents.Place{Endpoint: "tcp://127.0.0.1:1"}
+	})
 	get := func(key, path string) (int, string) {
 		r := httptest.NewRequestWithContext(t.Context(), "GET", path, nil)
 		r.Header.Set("Authorization", "Bearer "+key)
@@ -135,6 +158,7 @@ func TestWatchingNeedsAnOption(t *testing.T) {
 			continue
 		}
 		require.Contains(t, body, `"kv":`, key)
+		require.Equal(t, key == "router", strings.Contains(body, `"events":`), "a router whose requests are all its own tenant's would take every engine for empty")
 		require.Equal(t, 200, metrics, key)
 	}
 	code, _ := get("mallory", "/metrics")

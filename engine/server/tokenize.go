@@ -71,6 +71,11 @@ func (s *Server) tokenizeBody(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	defer leave()
+	admitted, err := s.admit(w, key)
+	if err != nil {
+		return err
+	}
+	defer s.fair.end(admitted, 0)
 	q, err := s.decodeTokenize(body)
 	if err != nil {
 		return err

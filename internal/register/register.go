@@ -32,7 +32,7 @@ const (
 type Message struct {
 	Type string `json:"type"`                  // P or D
 	HTTP string `json:"http_address"`          // HOST:PORT where requests go
-	TLS  bool   `json:"tls,omitempty"`         // they go there over HTTPS
+	TLS  *bool  `json:"tls,omitempty"`         // they go there over HTTPS; nil: whoever registers does not know
 	KV   string `json:"zmq_address,omitempty"` // HOST:PORT where blocks go; empty: the connector needs none
 	// Engine is the id of the engine: one that is registered elsewhere with it has moved. Empty: not known.
 	Engine string `json:"engine_id,omitempty"`

@@ -17,7 +17,7 @@ import (
 func TestForgedChunks(t *testing.T) {
 	r := rig.New(t)
 	r.Tokens = 4
-	prompts, want := r.Forgeable(*rig.Seed+4500)
+	prompts, want := r.Forgeable(*rig.Seed + 4500)
 	r.Forgeries(chunks(t), prompts, want)
 }
 

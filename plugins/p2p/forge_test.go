@@ -43,7 +43,7 @@ func testForged(t *testing.T, forger, transport string) {
 	r := rig.New(t)
 	r.Tokens = 4
 	all := r.Forged()
-	prompts, want := r.Forgeable(*rig.Seed+4600)
+	prompts, want := r.Forgeable(*rig.Seed + 4600)
 	record := filepath.Join(t.TempDir(), "record")
 	ring, _ := r.Ring()
 	program, err := os.Executable()

@@ -18,7 +18,7 @@ import (
 func TestForgedValues(t *testing.T) {
 	r := rig.New(t)
 	r.Tokens = 4
-	prompts, want := r.Forgeable(*rig.Seed+4300)
+	prompts, want := r.Forgeable(*rig.Seed + 4300)
 	r.Forgeries(values(t), prompts, want)
 }
 

@@ -69,7 +69,7 @@ func wholeFile(value []byte) []byte {
 // are counted by reason.
 func TestForgedBlocks(t *testing.T) {
 	r := rig.New(t)
-	prompts, want := r.Forgeable(*rig.Seed+4100)
+	prompts, want := r.Forgeable(*rig.Seed + 4100)
 	r.Forgeries(folders(r), prompts, want)
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -9,6 +10,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/kvport/kvport/verify/cluster"
 )
 
 // accessProbes are for API keys and what is open without them.
@@ -19,11 +22,13 @@ func accessProbes() []probe {
 		{id: "access/beyond-loopback", row: "listens", does: "has an engine and a router listen beyond loopback without keys", door: "--allow-unauthenticated", run: beyondLoopback},
 		{id: "access/reload", row: "M8", does: "goes on with a key that the operator has replaced, and sends SIGHUP with a broken file of keys", run: reloadKeys},
 		{id: "access/router-in-front", row: "M8", does: "goes through a router with keys to an engine with keys, without a key, and with that of the engine", run: keyedRouter},
-		{id: "access/open-key-file", row: "M8", does: "makes the file of API keys readable by others", run: openKeyFile},
+		{id: "access/open-key-file", row: "M8", does: "makes the file of API keys readable by others, at the start and before SIGHUP", run: openKeyFile},
 		{id: "access/odd-key-files", row: "own", does: "puts a FIFO, a folder, an endless device, an empty file and a huge one where a file of API keys or of ticket keys belongs", run: oddKeyFiles},
 		{id: "access/open-ticket-key", row: "own", does: "makes the file of ticket keys readable by others, at the start and while the engine runs", run: openTicketKey},
 		{id: "access/squatted-folder", row: "L13", does: "makes the folders in the folder for temporary files that an engine would use, as another user", run: squatted},
 		{id: "access/salts", row: "M7", does: "asks for a prompt of another client under another salt, and reads how much of it was cached", door: "the same salt", run: otherSalts},
+		{id: "access/other-tenant", row: "M7", does: "names the salt of another tenant, and reads how much of its prompt was cached", door: "the other's salt= in its line", run: otherTenant},
+		{id: "access/own-powers", row: "M7", does: "reads with the key of a tenant what is about all of them, and empties their cache", door: "admin in its line", run: ownPowers},
 		{id: "access/cache-query", row: "own", does: "asks with another key what prompts of others are in the cache", door: "--cache-query-unsalted", run: cacheQuery},
 	}
 }
@@ -135,6 +140,12 @@ func beyondLoopback(ctx context.Context, r *rig, open bool) (string, error) {
 	return "engine and router refuse to start", nil
 }
 
+// Keys of clients, as long as they must be.
+const (
+	oldKey = "the-old-key-of-somebody-1"
+	newKey = "the-new-key-of-somebody-2"
+)
+
 func reloadKeys(ctx context.Context, r *rig, _ bool) (string, error) {
 	folder, err := r.folder()
 	if err != nil {
@@ -142,7 +153,7 @@ func reloadKeys(ctx context.Context, r *rig, _ bool) (string, error) {
 	}
 	file := filepath.Join(folder, "keys")
 	write := func(text string) error { return os.WriteFile(file, []byte(text), 0o600) }
-	if err := write("old-key-of-somebody\n"); err != nil {
+	if err := write(oldKey + "\n"); err != nil {
 		return "", err
 	}
 	p, err := r.serve(ctx, sim, "", "--api-key-file", file)
@@ -153,16 +164,16 @@ func reloadKeys(ctx context.Context, r *rig, _ bool) (string, error) {
 		s, _, _ := r.post(ctx, p.URL+"/v1/completions", key, completion("a"))
 		return s
 	}
-	if err := write("new-key-of-somebody\n"); err != nil {
+	if err := write(newKey + "\n"); err != nil {
 		return "", err
 	}
 	if err := p.Signal(syscall.SIGHUP); err != nil {
 		return "", err
 	}
-	if !wait(ctx, time.Minute, func() bool { return status("new-key-of-somebody") == 200 }) {
-		return "", holef("the new key does not work: %d", status("new-key-of-somebody"))
+	if !wait(ctx, time.Minute, func() bool { return status(newKey) == 200 }) {
+		return "", holef("the new key does not work: %d", status(newKey))
 	}
-	if s := status("old-key-of-somebody"); s != http.StatusUnauthorized {
+	if s := status(oldKey); s != http.StatusUnauthorized {
 		return "", holef("the old key still works: %d", s)
 	}
 	for _, text := range []string{"", "\n\n"} {
@@ -179,7 +190,7 @@ func reloadKeys(ctx context.Context, r *rig, _ bool) (string, error) {
 			return "", holef("a broken file lets everybody in: %d", s)
 		}
 	}
-	if s := status("new-key-of-somebody"); s != 200 {
+	if s := status(newKey); s != 200 {
 		return "", holef("a broken file locks everybody out: %d", s)
 	}
 	return "the old key is refused, a broken file changes nothing", r.alive(ctx, p)
@@ -191,7 +202,7 @@ func keyedRouter(ctx context.Context, r *rig, _ bool) (string, error) {
 		return "", err
 	}
 	clients := filepath.Join(folder, "clients")
-	if err := os.WriteFile(clients, []byte("key-of-the-router\n"), 0o600); err != nil {
+	if err := os.WriteFile(clients, []byte(newKey+"\n"), 0o600); err != nil {
 		return "", err
 	}
 	p, err := r.serve(ctx, sim, "", r.keyed()...)
@@ -202,12 +213,12 @@ func keyedRouter(ctx context.Context, r *rig, _ bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	for key, want := range map[string]int{"": 401, r.key: 401, "key-of-the-router": 200} {
+	for key, want := range map[string]int{"": 401, r.key: 401, newKey: 200} {
 		if status, answer, err := r.post(ctx, router.URL+"/v1/completions", key, completion("a")); err != nil || status != want {
 			return "", holef("key %q: status %d, want %d, %q, %v", key, status, want, cut(answer), err)
 		}
 	}
-	if status, _, err := r.post(ctx, p.URL+"/v1/completions", "key-of-the-router", completion("a")); err != nil || status != 401 {
+	if status, _, err := r.post(ctx, p.URL+"/v1/completions", newKey, completion("a")); err != nil || status != 401 {
 		return "", holef("the engine takes the router's clients' key: %d, %v", status, err)
 	}
 	return "clients need the router's key, and do not have the engine's", nil
@@ -219,17 +230,29 @@ func openKeyFile(ctx context.Context, r *rig, _ bool) (string, error) {
 		return "", err
 	}
 	file := filepath.Join(folder, "keys")
-	if err := os.WriteFile(file, []byte("k\n"), 0o644); err != nil { //nolint:gosec // that is the probe
+	if err := writeFile(file, oldKey+"\n"); err != nil {
 		return "", err
 	}
 	p, err := r.serve(ctx, sim, "", "--api-key-file", file)
 	if err != nil {
 		return "", err
 	}
-	if err := p.Logged(ctx, "can be read by others"); err != nil {
-		return "", holef("it says nothing: %v", err)
+	if err := errors.Join(os.WriteFile(file, []byte(newKey+"\n"), 0o600), os.Chmod(file, 0o644), p.Signal(syscall.SIGHUP)); err != nil { //nolint:gosec // that is the probe
+		return "", err
 	}
-	return "the log warns", nil
+	if err := p.Logged(ctx, "the API keys stay as they are"); err != nil {
+		return "", holef("an engine that runs takes it: %v", err)
+	}
+	for key, want := range map[string]int{oldKey: 200, newKey: 401} {
+		if status, answer, err := r.post(ctx, p.URL+"/v1/completions", key, completion("a")); err != nil || status != want {
+			return "", holef("status %d, want %d, %q, %v", status, want, cut(answer), err)
+		}
+	}
+	if err := r.refused(ctx, "lets others read it", "serve", "--model", sim, "--port", "0", "--api-key-file", file); err != nil {
+		return "", err
+	}
+	err = r.refused(ctx, "lets others read it", "route", "--decode", p.URL, "--port", "0", "--api-key-file", file)
+	return "refused at the start; an engine that runs keeps its keys", err
 }
 
 func oddKeyFiles(ctx context.Context, r *rig, _ bool) (string, error) {
@@ -357,13 +380,90 @@ func otherSalts(ctx context.Context, r *rig, open bool) (string, error) {
 	return fmt.Sprintf("%d other salts, nothing is cached", len(salts)), nil
 }
 
+// tenants starts an engine for two tenants, the second with further flags of kvport keys api add.
+func (r *rig) tenants(ctx context.Context, flags ...string) (p *cluster.Process, victim, curious string, err error) {
+	folder, err := r.folder()
+	if err != nil {
+		return nil, "", "", err
+	}
+	file := filepath.Join(folder, "keys")
+	add := func(name string, flags ...string) (key string, err error) {
+		out, code, err := r.ends(ctx, append([]string{"keys", "api", "add", "--file", file, name}, flags...)...)
+		if err == nil && code != 0 {
+			err = fmt.Errorf("kvport keys api add: exit code %d, %q", code, cut(out))
+		}
+		return strings.TrimSpace(out), err
+	}
+	if victim, err = add("victim"); err != nil {
+		return nil, "", "", err
+	}
+	if curious, err = add("curious", flags...); err != nil {
+		return nil, "", "", err
+	}
+	p, err = r.serve(ctx, sim, "", "--api-key-file", file)
+	return p, victim, curious, err
+}
+
+func otherTenant(ctx context.Context, r *rig, open bool) (string, error) {
+	var flags []string
+	if open {
+		flags = []string{"--salt", "victim"}
+	}
+	p, victim, curious, err := r.tenants(ctx, flags...)
+	if err != nil {
+		return "", err
+	}
+	ask := func(key, salt string) (string, error) {
+		status, answer, err := r.post(ctx, p.URL+"/v1/completions", key, strings.Replace(completion(prompt(1)), "{", fmt.Sprintf(`{"cache_salt":%q,`, salt), 1))
+		if err != nil || status != 200 {
+			return "", fmt.Errorf("salt %q: status %d, %q, %w", salt, status, cut(answer), err)
+		}
+		return answer, nil
+	}
+	if _, err := ask(victim, ""); err != nil {
+		return "", err
+	}
+	salts := []string{"", "victim", "kvport-tenant:victim:", "kvport-tenant:victim:victim"}
+	for _, salt := range salts {
+		answer, err := ask(curious, salt)
+		if err != nil {
+			return "", err
+		}
+		if _, n, found := strings.Cut(answer, cachedWord); !found || !strings.HasPrefix(n, "0") {
+			return "", holef("salt %q: %s%.4s", salt, cachedWord, n)
+		}
+	}
+	return fmt.Sprintf("%d salts, nothing is cached", len(salts)), nil
+}
+
+func ownPowers(ctx context.Context, r *rig, open bool) (string, error) {
+	var flags []string
+	if open {
+		flags = []string{"--admin"}
+	}
+	p, _, curious, err := r.tenants(ctx, flags...)
+	if err != nil {
+		return "", err
+	}
+	header := map[string]string{"Authorization": bearer(curious)}
+	for path, method := range map[string]string{"/metrics": http.MethodGet, "/reset_prefix_cache": http.MethodPost} {
+		if status, answer, err := r.send(ctx, method, p.URL+path, "", header); err != nil || status != http.StatusForbidden {
+			return "", holef("%s: status %d, %q, %v", path, status, cut(answer), err)
+		}
+	}
+	if _, answer, err := r.send(ctx, http.MethodGet, p.URL+"/health", "", header); err != nil || strings.Contains(answer, `"model"`) {
+		return "", holef("/health says %s, %v", cut(answer), err)
+	}
+	return "metrics and resets are refused, /health has the status", nil
+}
+
 func cacheQuery(ctx context.Context, r *rig, open bool) (string, error) {
 	folder, err := r.folder()
 	if err != nil {
 		return "", err
 	}
 	keys := filepath.Join(folder, "keys")
-	if err := writeFile(keys, "key-of-the-victim\nkey-of-the-curious\n"); err != nil {
+	if err := writeFile(keys, oldKey+"\n"+newKey+"\n"); err != nil {
 		return "", err
 	}
 	args := []string{"--api-key-file", keys}
@@ -374,10 +474,10 @@ func cacheQuery(ctx context.Context, r *rig, open bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if status, answer, err := r.post(ctx, p.URL+"/v1/completions", "key-of-the-victim", completion(prompt(1))); err != nil || status != 200 {
+	if status, answer, err := r.post(ctx, p.URL+"/v1/completions", oldKey, completion(prompt(1))); err != nil || status != 200 {
 		return "", fmt.Errorf("the victim: status %d, %q, %w", status, cut(answer), err)
 	}
-	status, answer, err := r.post(ctx, p.URL+"/v1/completions", "key-of-the-curious", strings.Replace(completion(prompt(1)), "{", `{"kv_transfer_params":{"cache_query":true},`, 1))
+	status, answer, err := r.post(ctx, p.URL+"/v1/completions", newKey, strings.Replace(completion(prompt(1)), "{", `{"kv_transfer_params":{"cache_query":true},`, 1))
 	if err != nil {
 		return "", err
 	}

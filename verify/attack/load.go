@@ -188,7 +188,7 @@ func oneClient(ctx context.Context, r *rig, _ bool) (string, error) {
 		return "", err
 	}
 	keys := folder + "/keys"
-	if err := writeFile(keys, "greedy-client-key\nanother-client-key\n"); err != nil {
+	if err := writeFile(keys, oldKey+"\n"+newKey+"\n"); err != nil {
 		return "", err
 	}
 	p, err := r.serve(ctx, tiny, "", "--max-num-seqs", "2", "--num-blocks", "512")
@@ -207,7 +207,7 @@ func oneClient(ctx context.Context, r *rig, _ bool) (string, error) {
 	var ended atomic.Int64
 	for range many {
 		all.Go(func() {
-			_, _, _ = r.post(greedy, router.URL+"/v1/completions", "greedy-client-key", long)
+			_, _, _ = r.post(greedy, router.URL+"/v1/completions", oldKey, long)
 			ended.Add(1)
 		})
 	}
@@ -220,7 +220,7 @@ func oneClient(ctx context.Context, r *rig, _ bool) (string, error) {
 	began := time.Now()
 	other, stop := context.WithTimeout(ctx, time.Minute)
 	defer stop()
-	status, answer, err := r.post(other, router.URL+"/v1/completions", "another-client-key", `{"prompt":"a","max_tokens":1}`)
+	status, answer, err := r.post(other, router.URL+"/v1/completions", newKey, `{"prompt":"a","max_tokens":1}`)
 	took := time.Since(began)
 	before := ended.Load()
 	cancel()

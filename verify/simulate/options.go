@@ -145,8 +145,9 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Turns
 	case LayerEarly:
 		return o.Layers
+	default:
+		return true
 	}
-	return true
 }
 
 // trackerConfig has the deadlines that hosts have by default.

@@ -54,8 +54,8 @@ const (
 )
 
 // Queue shares the slots fairly between clients that have something waiting, by deficit round robin: each round gives
-// every client one token, and a request starts when its client has as many as it is estimated to cost. A client alone
-// gets all slots. It is not safe for concurrent use.
+// every client one token, and a request starts when its client has as many as it is estimated to cost. What it cost in the end
+// counts for what its client has waiting then. A client alone gets all slots. It is not safe for concurrent use.
 type Queue struct {
 	config  Config
 	clients map[string]*client
@@ -143,6 +143,28 @@ func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*
 	return r, nil
 }
 
+// Estimate says what a request that runs may cost, where that was not known when it arrived. If its client has not as much left,
+// the request is taken out as if it had not come, and the error is a *RefusedError.
+func (q *Queue) Estimate(now time.Time, r *Request, tokens int) error {
+	c := r.client
+	c.requests.refill(now, c.limits.RequestsPerMinute)
+	c.tokens.refill(now, c.limits.TokensPerMinute)
+	c.tokens.take(-r.tokens)
+	if tokens = max(1, tokens); c.tokens.has(tokens) {
+		c.tokens.take(tokens)
+		r.tokens = tokens
+		return nil
+	}
+	c.requests.take(-1)
+	refused := &RefusedError{TokenRate, within(c.tokens.until(tokens))}
+	r.over = true
+	q.running--
+	c.running--
+	q.start(now)
+	q.forget(now, c)
+	return refused
+}
+
 // GiveUp refuses a request that has waited for as long as it may. It returns nil if the request runs already, or was
 // refused before.
 func (q *Queue) GiveUp(now time.Time, r *Request) *RefusedError {
@@ -171,6 +193,9 @@ func (q *Queue) End(now time.Time, r *Request, used int) {
 		if used >= 0 {
 			r.client.tokens.refill(now, r.client.limits.TokensPerMinute)
 			r.client.tokens.take(used - r.tokens)
+			if len(r.client.queue) > 0 { // a client outside the ring has no deficit
+				r.client.deficit -= used - r.tokens
+			}
 		}
 	}
 	q.start(now)

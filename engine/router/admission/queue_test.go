@@ -428,3 +428,78 @@ func BenchmarkQueue(b *testing.B) {
 		}
 	}
 }
+
+// What requests cost that was not estimated counts for the turns of what their clients have waiting then.
+func TestCostsCorrectTurns(t *testing.T) {
+	now := time.Unix(0, 0)
+	q := NewQueue(Config{Slots: 4, Waiting: 1000})
+	estimates, costs := map[string]int{"modest": 10, "exact": 100, "generous": 1000, "short": 50}, map[string]int{"modest": 100, "exact": 100, "generous": 100, "short": 50}
+	type one struct {
+		name string
+		r    *Request
+	}
+	var waiting, running []one
+	arrive := func(name string) {
+		r, err := q.Arrive(now, name, Limits{}, estimates[name])
+		require.NoError(t, err)
+		waiting = append(waiting, one{name, r})
+	}
+	for _, name := range []string{"modest", "exact", "generous", "short"} {
+		for range 20 {
+			arrive(name)
+		}
+	}
+	got := map[string]int{}
+	for range 2000 {
+		waiting = slices.DeleteFunc(waiting, func(o one) bool {
+			select {
+			case <-o.r.Decided():
+				running = append(running, o)
+				return true
+			default:
+				return false
+			}
+		})
+		o := running[0]
+		running = running[1:]
+		got[o.name] += costs[o.name]
+		arrive(o.name)
+		q.End(now, o.r, costs[o.name])
+	}
+	for name, n := range got {
+		require.InEpsilon(t, got["exact"], n, 0.1, "%s: %v", name, got)
+	}
+}
+
+// A request may say what it costs when it runs already. One that costs too much has not come, and the next one runs.
+func TestEstimate(t *testing.T) {
+	now := time.Unix(0, 0)
+	q := NewQueue(Config{Slots: 1, Waiting: 1})
+	limits := Limits{RequestsPerMinute: 3, TokensPerMinute: 100}
+	for _, tt := range []struct {
+		tokens int
+		want   error
+	}{
+		{40, nil},
+		{40, nil},
+		{40, &RefusedError{TokenRate, 12 * time.Second}}, // 20 are left
+		{20, nil},
+	} {
+		r, err := q.Arrive(now, "a", limits, 1)
+		require.NoError(t, err)
+		next, err := q.Arrive(now, "b", Limits{}, 1)
+		require.NoError(t, err)
+		err = q.Estimate(now, r, tt.tokens)
+		require.Equal(t, tt.want, err)
+		if err == nil {
+			q.End(now, r, tt.tokens)
+		} else {
+			q.End(now, r, 1000)
+		}
+		<-next.Decided()
+		q.End(now, next, 0)
+	}
+	require.Zero(t, q.Running()+q.Waiting())
+	_, err := q.Arrive(now, "a", limits, 1)
+	require.Equal(t, &RefusedError{RequestRate, 20 * time.Second}, err)
+}
