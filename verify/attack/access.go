@@ -176,15 +176,16 @@ func reloadKeys(ctx context.Context, r *rig, _ bool) (string, error) {
 	if s := status(oldKey); s != http.StatusUnauthorized {
 		return "", holef("the old key still works: %d", s)
 	}
-	for _, text := range []string{"", "\n\n"} {
+	const refused = "the API keys stay as they are"
+	for n, text := range []string{"", "\n\n"} {
 		if err := write(text); err != nil {
 			return "", err
 		}
 		if err := p.Signal(syscall.SIGHUP); err != nil {
 			return "", err
 		}
-		if err := p.Logged(ctx, "the API keys stay as they are"); err != nil {
-			return "", holef("%v", err)
+		if !wait(ctx, time.Minute, func() bool { return strings.Count(p.Logs(), refused) > n }) {
+			return "", holef("a broken file is not refused: %q", cut(p.Logs()))
 		}
 		if s := status(""); s != http.StatusUnauthorized {
 			return "", holef("a broken file lets everybody in: %d", s)
@@ -336,7 +337,7 @@ func squatted(ctx context.Context, r *rig, _ bool) (string, error) {
 	}
 	p, err := r.startShell(ctx, fmt.Sprintf("unset XDG_RUNTIME_DIR XDG_STATE_HOME; export TMPDIR=%q HOME=%q", folder, filepath.Join(r.dir, "secrets")), r.serveArgs(sim, r.storeConfig("kv_both", filepath.Join(r.dir, "secrets", "kv"), `{}`))...)
 	if err != nil {
-		return "", holef("an engine does not start: %v", err)
+		return "", unservedf("an engine does not start: %v", err)
 	}
 	if err := r.same(ctx, sim, p.URL, prompt(1), prompt(1)); err != nil {
 		return "", err

@@ -77,7 +77,7 @@ func TestInPlaceRows(t *testing.T) {
 	require.Len(t, tries, rows)
 }
 
-// TestVerdicts: what does not hold, and a probe that misses an open door, ends with exit code 1.
+// TestVerdicts: what does not hold, a probe that misses an open door, and a run in which nothing held end with exit code 1.
 func TestVerdicts(t *testing.T) {
 	p := func(id, door string, run func(open bool) error) probe {
 		return probe{id: id, door: door, run: func(_ context.Context, _ *rig, open bool) (string, error) { return "seen", run(open) }}
@@ -93,8 +93,16 @@ func TestVerdicts(t *testing.T) {
 		require.Equal(t, want, res.Verdict)
 		var out bytes.Buffer
 		bad := want == notHeld || want == broken
-		require.Equal(t, bad, summary([]result{res}, 1, &out, false) == 1, out.String())
+		other := result{Verdict: held}
+		require.Equal(t, bad, summary([]result{res, other}, 2, &out, false) == 1, out.String())
+		require.Equal(t, want != held, summary([]result{res}, 1, &out, false) == 1, out.String())
 	}
+	late := p("g", "open", func(open bool) error {
+		if open {
+			return unservedf("no answer")
+		}
+		return nil
+	})
 	blind, sees := p("e", "open", func(bool) error { return nil }), p("f", "open", func(open bool) error {
 		if open {
 			return holef("through the door")
@@ -103,6 +111,7 @@ func TestVerdicts(t *testing.T) {
 	})
 	r := &rig{}
 	require.Equal(t, broken, r.probe(t.Context(), &blind, true).Verdict)
+	require.Equal(t, broken, r.probe(t.Context(), &late, true).Verdict, "a time-out proves no open door")
 	require.Equal(t, held, r.probe(t.Context(), &blind, false).Verdict)
 	res := r.probe(t.Context(), &sees, true)
 	require.Equal(t, held, res.Verdict)

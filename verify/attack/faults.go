@@ -48,7 +48,7 @@ func (r *rig) limited(ctx context.Context, command string, args ...string) (*clu
 func fewFiles(ctx context.Context, r *rig, _ bool) (string, error) {
 	p, _, err := r.limited(ctx, "ulimit -n 64")
 	if err != nil {
-		return "", holef("it does not start: %v", err)
+		return "", unservedf("it does not start: %v", err)
 	}
 	for range 100 {
 		if _, err := r.dial(ctx, hostOf(p.URL)); err != nil {
@@ -123,7 +123,7 @@ func fullDisk(ctx context.Context, r *rig, _ bool) (string, error) {
 func fullOutput(ctx context.Context, r *rig, _ bool) (string, error) {
 	p, _, err := r.limited(ctx, "exec 2>/dev/full", "--log-level", "debug")
 	if err != nil {
-		return "", holef("it does not start: %v", err)
+		return "", unservedf("it does not start: %v", err)
 	}
 	if err := r.same(ctx, sim, p.URL, prompt(1), prompt(2), prompt(1)); err != nil {
 		return "", err

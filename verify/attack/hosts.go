@@ -109,7 +109,7 @@ func (r *rig) everything(ctx context.Context, settings string) ([]string, error)
 		return nil, err
 	}
 	if err := r.stop(ctx, p); err != nil {
-		return nil, holef("the engine does not end as it should: %v", err)
+		return nil, unservedf("the engine does not end as it should: %v", err)
 	}
 	did := s.did()
 	if left := s.left(ctx); len(left) > 0 {

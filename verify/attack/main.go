@@ -166,7 +166,7 @@ func (r *rig) probe(ctx context.Context, p *probe, doors bool) result {
 		var h *hole
 		var s *skipped
 		switch {
-		case errors.As(err, &h):
+		case errors.As(err, &h) && !h.unserved:
 			res.Door = p.door + ": " + h.seen
 		case errors.As(err, &s): // it stays without that proof, and is not counted among those that have it
 			res.Seen += "; its door was not tried: " + s.why
@@ -212,7 +212,7 @@ func reporter(out io.Writer, asJSON bool) func(result) {
 	}
 }
 
-// summary counts, and gives the exit code.
+// summary counts, and gives the exit code. A run in which nothing held, since nothing could be run, has shown nothing.
 func summary(results []result, of int, out io.Writer, asJSON bool) int {
 	counts := map[string]int{}
 	doors := 0
@@ -226,7 +226,7 @@ func summary(results []result, of int, out io.Writer, asJSON bool) int {
 		fmt.Fprintf(out, "attack: %d of %d probes: %d held (%d of them were seen to fail with an open door), %d not held, %d not run, %d broken\n",
 			len(results), of, counts[held], doors, counts[notHeld], counts[notRun], counts[broken])
 	}
-	if counts[notHeld]+counts[broken] > 0 || len(results) == 0 {
+	if counts[notHeld]+counts[broken] > 0 || counts[held] == 0 {
 		return 1
 	}
 	return 0

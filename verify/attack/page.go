@@ -37,7 +37,7 @@ func rowNames() [][2]string {
 		{"T12", "another user"},
 		{"T13", "logs, descriptors and pinned binaries"},
 		{"in-place", "what the trust level in-place permits"},
-		{"own", "not from the review"},
+		{"own", "what none of these covers"},
 	}
 }
 

@@ -137,7 +137,7 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 		}
 	}
 	if err := r.stop(ctx, p); err != nil && !m.kills {
-		return "", holef("the engine does not end as it should: %v", err)
+		return "", unservedf("the engine does not end as it should: %v", err)
 	}
 	if left := s.left(ctx); len(left) > 0 {
 		return "", holef("processes are left behind: %v", left)

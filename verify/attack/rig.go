@@ -255,7 +255,7 @@ func (r *rig) ends(ctx context.Context, args ...string) (out string, code int, e
 	var exit *exec.ExitError
 	switch {
 	case ctx.Err() != nil:
-		return string(all), -1, holef("kvport %s did not end: %q", cut(strings.Join(args, " ")), cut(string(all)))
+		return string(all), -1, unservedf("kvport %s did not end: %q", cut(strings.Join(args, " ")), cut(string(all)))
 	case errors.As(err, &exit):
 		return string(all), exit.ExitCode(), nil
 	}
@@ -326,7 +326,7 @@ func (r *rig) same(ctx context.Context, model, url string, prompts ...string) er
 	for i, text := range prompts {
 		got, err := r.tokens(ctx, url, text)
 		if err != nil {
-			return holef("no answer to a right request: %v", err)
+			return unservedf("no answer to a right request: %v", err)
 		}
 		if !slices.Equal(got, want[i]) {
 			return holef("wrong tokens: %v instead of %v", got, want[i])
@@ -489,7 +489,7 @@ func (r *rig) alive(ctx context.Context, p *cluster.Process) error {
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
 	if _, err := r.client.Get(ctx, p.URL+"/livez"); err != nil {
-		return holef("%s does not answer: %v", p.Name, err)
+		return unservedf("%s does not answer: %v", p.Name, err)
 	}
 	return nil
 }

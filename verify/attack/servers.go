@@ -180,7 +180,7 @@ func lyingServer(ctx context.Context, r *rig, folder string, l lie) (string, err
 	}
 	p, err := r.serve(ctx, sim, configOf(f.Connector, "kv_both", extra, `{"deadlines":{"transfer":"3s"},"breaker":{"deaths":1000}}`), "--enable-prefix-caching=false")
 	if err != nil {
-		return "", holef("the engine does not start: %v", err)
+		return "", unservedf("the engine does not start: %v", err)
 	}
 	before, most := r.tree(p), 0
 	done := make(chan error, 1)
@@ -256,7 +256,7 @@ func badTLS(ctx context.Context, r *rig, _ bool) (string, error) {
 		}
 		p, err := r.serve(ctx, sim, configOf(f.Connector, "kv_both", `{"url":"rediss://`+address+`"}`, `{"deadlines":{"transfer":"3s"}}`))
 		if err != nil {
-			return "", holef("the engine does not start: %v", err)
+			return "", unservedf("the engine does not start: %v", err)
 		}
 		if err := r.same(ctx, sim, p.URL, prompt(1), prompt(1)); err != nil {
 			return "", err

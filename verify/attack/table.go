@@ -25,12 +25,21 @@ type probe struct {
 func (p *probe) takes() time.Duration { return time.Duration(max(p.cost, 4)) * time.Second }
 
 // hole is what an attacker has achieved.
-type hole struct{ seen string }
+type hole struct {
+	seen string
+	// unserved: all that was seen is that somebody is not served or something does not end. A machine that is busy
+	// looks the same, so that it proves nothing of an open door.
+	unserved bool
+}
 
 // Error implements error.
 func (h *hole) Error() string { return h.seen }
 
-func holef(format string, args ...any) error { return &hole{fmt.Sprintf(format, args...)} }
+func holef(format string, args ...any) error { return &hole{seen: fmt.Sprintf(format, args...)} }
+
+func unservedf(format string, args ...any) error {
+	return &hole{seen: fmt.Sprintf(format, args...), unserved: true}
+}
 
 // skipped says why a probe cannot run on this machine.
 type skipped struct{ why string }
