@@ -65,7 +65,7 @@ wheel-test: deps wheel ## install it into a fresh environment and use it
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
-test: deps build ## every test, short counts; what runs beside the Go tests is printed after them (18 minutes on 2 quiet cores)
+test: deps build ## the tests, short counts, except those that need failpoints (test-faults); what runs beside the Go tests is printed after them (18 minutes on 2 quiet cores)
 	@scripts/test.sh $(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
 
 test-faults: ## the tests that need failpoints: a kill and an error at each; CI runs them as a stage of their own
