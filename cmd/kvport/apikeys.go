@@ -64,7 +64,7 @@ func (f *apiKeysFlags) newAdd() *cobra.Command {
 	flags := cmd.Flags()
 	flags.StringVar(&f.salt, "salt", "", "tenant of the client: clients of one tenant share the cache (default NAME)")
 	flags.BoolVar(&f.router, "router", false, "the client is a router, which says by cache_salt of which tenant each request is")
-	flags.BoolVar(&f.admin, "admin", false, "the client may empty the cache, and what --metrics says")
+	flags.BoolVar(&f.admin, "admin", false, "the client may empty the cache, and do what --metrics permits")
 	flags.BoolVar(&f.metrics, "metrics", false, "the client may read /metrics and the details of /health, which are about all tenants")
 	flags.IntVar(&f.inFlight, "max-in-flight", 0, "requests that run at once; 0: no limit")
 	flags.IntVar(&f.requests, "requests-per-minute", 0, "requests a minute; 0: no limit")

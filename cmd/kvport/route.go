@@ -382,7 +382,10 @@ func (f *routeFlags) serveRegistrar(ctx context.Context, wg *sync.WaitGroup, r *
 	registry.MustRegister(stale)
 	wg.Go(func() { keys.Watch(ctx, slog.Default(), func(is bool) { meter.Mark(stale, is) }) })
 	slog.Info("instances can register", "address", l.Addr().String())
-	server := &http.Server{Handler: r.Registrar(), ReadTimeout: 5 * time.Second, WriteTimeout: 5 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10}
+	server := &http.Server{
+		Handler: r.Registrar(), ReadTimeout: 5 * time.Second, WriteTimeout: 5 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10,
+		ErrorLog: slog.NewLogLogger(slog.Default().Handler(), slog.LevelDebug), // strangers can cause a line for each connection
+	}
 	wg.Go(func() { _ = server.Serve(l) }) // it ends with Close
 	wg.Go(func() {
 		<-ctx.Done()
@@ -423,6 +426,11 @@ func listenUnix(ctx context.Context, path string) (net.Listener, error) {
 	if !filepath.IsAbs(path) {
 		return nil, fmt.Errorf("unix://%s has no absolute path, want unix:///PATH", path)
 	}
+	unlock, err := lockFolder(ctx, filepath.Dir(path))
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
 	if err := makeRoom(ctx, path); err != nil {
 		return nil, err
 	}
@@ -441,6 +449,29 @@ func listenUnix(ctx context.Context, path string) (net.Listener, error) {
 		own.SetUnlinkOnClose(false) // by then it may be another router's
 	}
 	return l, nil
+}
+
+// lockFolder keeps other routers from making a socket in a folder until unlock: of two that start at once, the second
+// would take away the socket that the first has just made in place of a dead one.
+func lockFolder(ctx context.Context, dir string) (unlock func(), err error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	folder, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err := syscall.Flock(int(folder.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			return func() { _ = folder.Close() }, nil
+		}
+		select {
+		case <-ctx.Done():
+			_ = folder.Close()
+			return nil, fmt.Errorf("%s: another process holds a lock of this folder: %w", dir, err)
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
 }
 
 // makeRoom removes a socket that nobody listens at any more. Everything else at the path stays, and is an error.

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -187,4 +188,37 @@ func TestListenUnix(t *testing.T) {
 	require.ErrorContains(t, err, "another process may listen there", "though it is too busy to answer")
 	_, err = os.Lstat(at("full"))
 	require.NoError(t, err)
+}
+
+// Of routers that start at once in place of a dead one, one listens, and the others know.
+func TestListenUnixAtOnce(t *testing.T) {
+	dir, err := os.MkdirTemp("/tmp", "kvport") //nolint:usetesting // short: unix sockets lie below it
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	path := filepath.Join(dir, "register")
+	for range 200 {
+		ls, errs := make([]net.Listener, 4), make([]error, 4)
+		var wg sync.WaitGroup
+		for i := range ls {
+			wg.Go(func() { ls[i], errs[i] = listenUnix(t.Context(), path) })
+		}
+		wg.Wait()
+		listening := 0
+		for i := range ls {
+			if errs[i] != nil {
+				require.ErrorContains(t, errs[i], "another process listens there")
+				continue
+			}
+			listening++
+		}
+		require.Equal(t, 1, listening)
+		c, err := net.Dial("unix", path)
+		require.NoError(t, err)
+		require.NoError(t, c.Close())
+		for _, l := range ls {
+			if l != nil {
+				require.NoError(t, l.Close())
+			}
+		}
+	}
 }

@@ -25,16 +25,16 @@ import (
 // first block.
 const MaxSalt = 1 << 10
 
-// Key is a client's.
+// Key is the line of a client: who it is and what it may do.
 type Key struct {
 	Name   string // of its line; for a file of the old form, the beginning of ID
 	ID     string // the SHA-256 of the key, 64 hexadecimal digits
 	Tenant string // the requests' KV blocks are this tenant's; empty: the client's cache_salt alone separates them
 	Router bool   // it may say which tenant a request is of, by its salt
-	Admin  bool   // it may empty the cache, which all tenants share, and what Metrics says
-	Limits admission.Limits
-
-	Metrics bool // it may read /metrics and the details of /health, which are about all tenants
+	Admin  bool   // it may empty the cache, which all tenants share, and do what Metrics says
+	// Metrics lets it read /metrics and the details of /health, which are about all tenants.
+	Metrics bool
+	Limits  admission.Limits
 
 	hash [sha256.Size]byte
 }

@@ -195,6 +195,7 @@ func TestAdd(t *testing.T) {
 	require.Equal(t, "alice", k.Find("Bearer "+first).Name)
 	require.Equal(t, 2, k.Find("Bearer "+second).Limits.InFlight)
 	require.NoError(t, strong(first))
+	require.ErrorContains(t, strong("äöüßéèêëàáâ"), "the key has 66 bits at most", "a character is one, whatever bytes it has")
 
 	for name, options := range map[string][]string{"alice": nil, "a:b": nil, "c": {"salt=a:b"}, "d": {"maxinflight=1"}, "e": {"#"}, "f": {"a\nb"}} {
 		_, err = Add(path, name, options...)

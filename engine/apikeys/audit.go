@@ -52,7 +52,7 @@ func (f *Refusals) Log(log *slog.Logger, act Act) {
 // Pause is how long what a Seldom has told stands for what comes after it.
 const Pause = 10 * time.Second
 
-// Seldom writes down what somebody can make happen as often as he likes: at once, and after that once in a Pause, the last one too.
+// Seldom writes down what somebody can cause as often as they like: at once, and after that once in a Pause, the last one too.
 type Seldom struct {
 	mu     sync.Mutex
 	last   time.Time // when it told something

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/kvport/kvport/internal/strictjson"
 )
@@ -137,7 +138,7 @@ func strong(secret string) error {
 	for _, c := range secret {
 		different[c] = true
 	}
-	if bits := int(kind * float64(len(secret))); bits < minBits {
+	if bits := int(kind * float64(utf8.RuneCountInString(secret))); bits < minBits {
 		return fmt.Errorf("the key has %d bits at most, want %d: %s", bits, minBits, remedy)
 	}
 	if len(different) < minDifferent {
@@ -216,7 +217,7 @@ func checkName(what, name string) error {
 		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("._-", r)
 	}
 	if name == "" || len(name) > maxName || strings.ContainsFunc(name, func(r rune) bool { return !plain(r) }) {
-		return fmt.Errorf("the %s is not 1 to %d letters, digits, dots, underlines and hyphens", what, maxName)
+		return fmt.Errorf("the %s is not 1 to %d letters, digits, dots, underscores and hyphens", what, maxName)
 	}
 	return nil
 }

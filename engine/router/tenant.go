@@ -31,7 +31,7 @@ func (p *pool) mayHaveTenants() bool {
 }
 
 // isOpen reports by the body of /health, asked without a key, whether the instance has no tenants: an engine of kvport says what it
-// serves only where it has no keys, and vLLM, which has one key for all, says nothing.
+// serves only where it has no keys, and vLLM, whose keys have no tenants, says nothing.
 func isOpen(body []byte) bool {
 	var h struct {
 		Model string `json:"model"`

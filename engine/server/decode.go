@@ -15,6 +15,7 @@ import (
 	"strings"
 
 	"github.com/kvport/kvport/engine"
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/sample"
 	"github.com/kvport/kvport/engine/tokenizer"
 )
@@ -26,8 +27,8 @@ const (
 	maxStopBytes = 1024
 	maxMessages  = 4096
 	maxTicket    = 64 << 10 // bytes, decoded
-	maxSalt      = 1 << 10  // bytes; it is published with each prompt's first block
-	maxTokens    = 1 << 24  // above what any model can hold, and safe to add up
+	maxSalt      = apikeys.MaxSalt
+	maxTokens    = 1 << 24 // above what any model can hold, and safe to add up
 )
 
 // params are the fields that completions and chat completions share.

@@ -17,6 +17,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine"
 	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/tokenizer"
 )
 
@@ -89,6 +90,19 @@ func TestCacheQueryHolds(t *testing.T) {
 	_, body = serve(t, e).post(t, "/v1/completions", `{"prompt":"hi","kv_transfer_params":{"cache_query":true,"hold":true}}`)
 	require.Contains(t, body, `"not_held":"this engine has no connector"}}`)
 	require.NotContains(t, body, "ticket")
+}
+
+// A query computes nothing, and costs its client none of the tokens that it has a minute.
+func TestQueriesCostNoTokens(t *testing.T) {
+	limited := func(string) *apikeys.Key {
+		return &apikeys.Key{Name: "alice", Tenant: "alice", Limits: admission.Limits{TokensPerMinute: 20}}
+	}
+	s, err := New(Config{Engine: &script{outputs: []engine.Output{queried(nil, "")}}, Tokenizer: tokenizer.Bytes(), ModelName: "x", Key: limited})
+	require.NoError(t, err)
+	for range 8 {
+		w := postAs(t, s, "alice", "/v1/completions", `{"prompt":"`+strings.Repeat("p", 90)+`","kv_transfer_params":{"cache_query":true}}`)
+		require.Equal(t, 200, w.Code, w.Body.String())
+	}
 }
 
 // Each wrong query is refused by name before the engine has it.

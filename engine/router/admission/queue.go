@@ -143,8 +143,9 @@ func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*
 	return r, nil
 }
 
-// Estimate says what a request that runs may cost, where that was not known when it arrived. If its client has not as much left,
-// the request is taken out as if it had not come, and the error is a *RefusedError.
+// Estimate says what a request that runs may cost, where that was not known when it arrived. If its client does not have as much
+// left, the request is taken out, and the error is a *RefusedError. It stays one of the client's requests, since to know its
+// tokens has cost something.
 func (q *Queue) Estimate(now time.Time, r *Request, tokens int) error {
 	c := r.client
 	c.requests.refill(now, c.limits.RequestsPerMinute)
@@ -155,7 +156,6 @@ func (q *Queue) Estimate(now time.Time, r *Request, tokens int) error {
 		r.tokens = tokens
 		return nil
 	}
-	c.requests.take(-1)
 	refused := &RefusedError{TokenRate, within(c.tokens.until(tokens))}
 	r.over = true
 	q.running--

@@ -475,7 +475,7 @@ func TestCostsCorrectTurns(t *testing.T) {
 func TestEstimate(t *testing.T) {
 	now := time.Unix(0, 0)
 	q := NewQueue(Config{Slots: 1, Waiting: 1})
-	limits := Limits{RequestsPerMinute: 3, TokensPerMinute: 100}
+	limits := Limits{RequestsPerMinute: 4, TokensPerMinute: 100}
 	for _, tt := range []struct {
 		tokens int
 		want   error
@@ -501,5 +501,5 @@ func TestEstimate(t *testing.T) {
 	}
 	require.Zero(t, q.Running()+q.Waiting())
 	_, err := q.Arrive(now, "a", limits, 1)
-	require.Equal(t, &RefusedError{RequestRate, 20 * time.Second}, err)
+	require.Equal(t, &RefusedError{RequestRate, 15 * time.Second}, err, "the refused request counts, too")
 }
