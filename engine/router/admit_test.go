@@ -187,7 +187,7 @@ func TestUnansweredRequestsCostNothing(t *testing.T) {
 	}
 }
 
-// Clients without limits take turns by what their answers cost and not by what they say of it: one that does not say how long its
+// Clients without limits take turns by what their answers cost and not by what they announce: one that does not say how long its
 // answers may be gets no more tokens than one that does.
 func TestCostsCountForTurnsWithoutLimits(t *testing.T) {
 	const each = 12

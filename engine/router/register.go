@@ -188,7 +188,7 @@ func (k *registered) isRegistered() bool {
 	return k.sources&byRegistration != 0 && k.drains&byServer == 0
 }
 
-// believe takes what a registration says of its instance, signed with the key that by names. The caller holds mu.
+// believe takes what a registration says about its instance, signed with the key that by names. The caller holds mu.
 func (p *pool) believe(i int, m *register.Message, by string) {
 	k, now := &p.known[i], time.Now()
 	k.signed = by
