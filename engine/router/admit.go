@@ -144,7 +144,7 @@ func (r *Router) clientOf(req *http.Request, k *apikeys.Key) (name string, l adm
 // queued lets a request of a client wait for its turn; leave is nil if it was answered instead.
 func (r *Router) queued(c *call, req *http.Request, name string, limits *admission.Limits) (leave func(), o outcome) {
 	prompt, answer := c.body.estimate()
-	c.cost = consumption{prompt: prompt, off: limits.TokensPerMinute == 0}
+	c.cost = consumption{prompt: prompt}
 	entered, err := r.gate.enter(req.Context(), name, *limits, prompt+answer)
 	refusal, refused := errors.AsType[*admission.RefusedError](err)
 	switch {

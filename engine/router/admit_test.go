@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -186,6 +187,49 @@ func TestUnansweredRequestsCostNothing(t *testing.T) {
 	}
 }
 
+// Clients without limits take turns by what their answers cost and not by what they announce: one that does not say how long its
+// answers may be gets no more tokens than one that does.
+func TestCostsCountForTurnsWithoutLimits(t *testing.T) {
+	const each = 12
+	goOn := make(chan struct{})
+	d := serveInstance(t, func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case <-goOn:
+		case <-r.Context().Done():
+		}
+		fmt.Fprint(w, `{"id":"d","usage":{"total_tokens":8000}}`)
+	})
+	f := serveRouter(t, Config{Decode: urls(d), OwnKeys: true, Key: anyKey, MaxInFlight: 1, MaxQueue: 2 * each, QueueTimeout: notSoon})
+	var answers sync.WaitGroup
+	for key, body := range map[string]string{"silent": `{"prompt":"x"}`, "frank": `{"prompt":"x","max_tokens":8000}`} {
+		for range each {
+			answers.Go(func() {
+				req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/completions", strings.NewReader(body))
+				if err != nil {
+					return
+				}
+				req.Header.Set("Authorization", "Bearer "+key)
+				if resp, err := http.DefaultClient.Do(req); err == nil {
+					_ = resp.Body.Close()
+				}
+			})
+		}
+	}
+	f.awaitWaiting(t, 2*each-1)
+	for range each {
+		goOn <- struct{}{}
+	}
+	silent := 0
+	for _, r := range d.requests()[:each] {
+		if r.body["max_tokens"] == nil {
+			silent++
+		}
+	}
+	close(goOn)
+	answers.Wait()
+	require.InDelta(t, each/2, silent, 2)
+}
+
 func TestClientOf(t *testing.T) {
 	each := admission.Limits{InFlight: 3}
 	own, err := New(Config{Decode: []string{"http://x"}, OwnKeys: true, Key: anyKey, Limits: Limits{Each: each, Keys: map[string]admission.Limits{KeyID("k"): {}}}})
@@ -259,9 +303,6 @@ func TestConsumption(t *testing.T) {
 			}
 		}
 	}
-	u := consumption{off: true}
-	u.write([]byte(`{"usage":{"total_tokens":12}}`))
-	require.Equal(t, unknown, u.tokens())
 }
 
 func FuzzConsumption(f *testing.F) {

@@ -116,7 +116,8 @@ func (c *call) run(ctx context.Context) outcome {
 // recall finds what is remembered of the conversation, for a request that needs a ticket.
 func (c *call) recall(wanted bool) {
 	if wanted && c.router.turns != nil {
-		c.marks = c.router.turns.marks(c.body.prompt())
+		scope, prompt := c.body.prompt()
+		c.marks = c.router.turns.marks(c.within(scope), prompt)
 	}
 }
 

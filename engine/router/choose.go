@@ -129,10 +129,7 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 	q.Whole = !c.streams()
 	q.Tokens = c.body.tokenIDs()
 	scope, beginning := c.body.beginning()
-	if c.foreign() { // so that where one is sent tells no client that another has sent it
-		scope = append(scope, c.header.Get("Authorization")...)
-	}
-	q.Prompt = policy.NewPrompt(r.seed, scope, beginning)
+	q.Prompt = policy.NewPrompt(r.seed, c.within(scope), beginning)
 	q.Prompt.Client = xxh3.HashStringSeed(c.client, r.seed)
 	for _, h := range r.holders {
 		q.Held = append(q.Held, h.held(ctx, c)...)
@@ -149,14 +146,19 @@ func (c *call) prepare(ctx context.Context) *policy.Request {
 // beginning is the prompt as the policy tells it from others: messages or prompt as JSON without spaces and without
 // what closes them, so that the next turn begins with it. scope is what else makes prompts differ.
 func (f fields) beginning() (scope, text []byte) {
-	for _, name := range []string{"model", "cache_salt", "tools"} {
-		scope = append(append(scope, f[name]...), 0)
-	}
 	text = f["messages"]
 	if len(text) == 0 {
 		text = f["prompt"]
 	}
-	return scope, bytes.TrimRight(withoutSpaces(text), `"]`)
+	return f.scope(), bytes.TrimRight(withoutSpaces(text), `"]`)
+}
+
+// scope is what makes prompts of the same text differ.
+func (f fields) scope() (scope []byte) {
+	for _, name := range []string{"model", "cache_salt", "tools"} {
+		scope = append(append(scope, f[name]...), 0)
+	}
+	return scope
 }
 
 // withoutSpaces is valid JSON without the spaces between its parts.

@@ -176,6 +176,31 @@ func TestEnginesWithOneID(t *testing.T) {
 	})
 }
 
+// An engine of an id that two engines had is followed again when it moves, once the other one has ended.
+func TestEngineIsFollowedAfterItsTwin(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, err := New(Config{Register: signer(15 * time.Second), Log: slog.New(slog.DiscardHandler)})
+		require.NoError(t, err)
+		at := func(ports ...int) (list []string) {
+			for _, port := range ports {
+				<-time.After(time.Second) // of synctest
+				registers(t, r, &register.Message{HTTP: fmt.Sprint("10.0.0.1:", port), Engine: "e"})
+			}
+			for _, in := range r.pool.health().instances {
+				list = append(list, strings.TrimPrefix(in.URL, "http://10.0.0.1:"))
+			}
+			return slices.Sorted(slices.Values(list))
+		}
+		require.Equal(t, []string{"1", "2"}, at(1, 2, 1, 2, 3, 1, 2, 1)[:2], "they are two, or three for a while")
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:3", Engine: "e", Leave: true})
+		require.Equal(t, []string{"1", "2"}, at(1, 2), "two are left")
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:1", Engine: "e", Leave: true})
+		require.Equal(t, []string{"2"}, at(2))
+		<-time.After(settledMove) // of synctest
+		require.Equal(t, []string{"4"}, at(4), "it has moved")
+	})
+}
+
 // Nonces of engines that never come back do not pile up, and those of others go on to work.
 func TestNoncesAreBounded(t *testing.T) {
 	now := time.Now()

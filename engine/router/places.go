@@ -16,7 +16,10 @@ const (
 	byFlag source = 1 << iota
 	byFile
 	byDNS
-	byRegistration
+	byServer    // the engine's server has registered it
+	byConnector // the engine's connector has, which says where the engine takes blocks
+
+	byRegistration = byServer | byConnector
 )
 
 // spec is an instance as a source names it.
@@ -157,7 +160,7 @@ func (p *pool) regroup(i int, by source, said []string) {
 			words = append(words, w)
 		}
 	}
-	its := func(w word) bool { return w.by == by }
+	its := func(w word) bool { return w.by&by != 0 }
 	turn := slices.IndexFunc(k.words, its)
 	if turn < 0 {
 		turn = len(k.words)
@@ -222,7 +225,7 @@ func (p *pool) cameBack(i int) {
 	}
 }
 
-// disclaim notes that a source does not name an instance any more. Without a source it gets no new requests; its place
+// disclaim notes that a source, or each of several, does not name an instance any more. Without a source it gets no new requests; its place
 // is free when the last request that has picked it has ended. The caller holds mu.
 func (p *pool) disclaim(i int, by source) {
 	k := &p.known[i]
@@ -231,8 +234,8 @@ func (p *pool) disclaim(i int, by source) {
 	}
 	k.sources &^= by
 	k.drains &^= by
-	if by == byRegistration {
-		p.unregistered(i)
+	if by&byRegistration != 0 {
+		p.unregistered(i, by)
 	}
 	if k.sources != 0 {
 		p.regroup(i, by, nil)

@@ -354,10 +354,10 @@ func (c *checker) probe(ctx context.Context, u *url.URL) checked {
 		return checked{result: silent, why: err.Error()}
 	}
 	defer resp.Body.Close()
-	body, _ := io.ReadAll(io.LimitReader(resp.Body, maxHealth)) // the status is what counts
+	body, broken := io.ReadAll(io.LimitReader(resp.Body, maxHealth)) // the status is what counts, except for what only a whole body can say
 	switch resp.StatusCode {
 	case http.StatusOK:
-		return checked{result: healthy, says: parseFit(body), limit: parseLimit(body), open: c.key == "" && isOpen(body)}
+		return checked{result: healthy, says: parseFit(body), limit: parseLimit(body), open: c.key == "" && broken == nil && isOpen(body)}
 	case http.StatusServiceUnavailable:
 		return unready(body, resp.Header)
 	case http.StatusUnauthorized, http.StatusForbidden:

@@ -41,8 +41,9 @@ type registered struct {
 	kv     string    // where it takes blocks; "" if it did not say
 	by     string    // the key with which it said so
 	engine string    // its id; "" if it did not say
-	seen   time.Time // when it registered last
-	signed string    // the key with which it did
+	seen   time.Time // when its server registered last
+	kvSeen time.Time // when its connector did
+	signed string    // the key of the last registration of either
 
 	sources source // who names it; none: it has left
 	drains  source // which of them say that it gets no new requests
@@ -128,7 +129,8 @@ func (r *Router) register(req *http.Request) (status int, nonce, by string, err 
 	return http.StatusOK, nonce, by, nil
 }
 
-// auditRefusal keeps a refused registration, signed with the key that by names, in the log. That an engine has no nonce yet is no refusal: so it gets one.
+// auditRefusal keeps a refused registration, signed with the key that by names, in the log. That an engine has no nonce
+// yet is no refusal: so it gets one.
 func (r *Router) auditRefusal(req *http.Request, by string, err error) {
 	if errors.Is(err, errNonce) {
 		return
@@ -153,30 +155,67 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 		return nonce, false, err
 	}
 	i, u := p.registeredAt(part, m)
-	news = i < 0 || p.known[i].sources&byRegistration == 0
+	before := i >= 0 && p.known[i].isRegistered()
+	who := registrant(m)
 	switch {
 	case m.Leave && i >= 0:
-		p.disclaim(i, byRegistration)
-		return nonce, !news, nil
+		p.ends(i, who)
+		return nonce, before && !p.known[i].isRegistered(), nil
 	case m.Leave:
 		return nonce, false, nil
 	case (i < 0 || p.known[i].sources == 0) && p.taken() >= maxInstances:
 		return nonce, false, fmt.Errorf("%w: there are %d already", ErrTooMany, maxInstances)
 	}
-	i = p.claim(spec{role: part, group: m.Group, url: u}, byRegistration)
-	p.regroup(i, byRegistration, []string{m.Group})
-	k := &p.known[i]
-	if m.KV != "" && k.kv == "" {
-		p.metrics.known.Inc()
-		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", part.String(), "kv", m.KV)
-	}
-	k.engine, k.seen, k.signed = m.Engine, time.Now(), by
-	if m.KV != "" {
-		k.kv, k.by = m.KV, by
-	}
+	i = p.claim(spec{role: part, group: m.Group, url: u}, who)
+	p.regroup(i, who, []string{m.Group})
+	p.believe(i, m, by)
 	p.moved(i)
 	p.wake()
-	return nonce, news, nil
+	return nonce, !before && p.known[i].isRegistered(), nil
+}
+
+// registrant is who registers an engine: its connector says where it takes blocks, and its server does not. Each speaks
+// for itself: when one says nothing more, what the other says still counts.
+func registrant(m *register.Message) source {
+	if m.KV != "" {
+		return byConnector
+	}
+	return byServer
+}
+
+// isRegistered reports whether an instance is registered and has not said that it ends.
+func (k *registered) isRegistered() bool {
+	return k.sources&byRegistration != 0 && k.drains&byServer == 0
+}
+
+// believe takes what a registration says about its instance, signed with the key that by names. The caller holds mu.
+func (p *pool) believe(i int, m *register.Message, by string) {
+	k, now := &p.known[i], time.Now()
+	k.signed = by
+	if m.Engine != "" {
+		k.engine = m.Engine
+	}
+	if registrant(m) == byServer {
+		k.seen = now
+		k.drains &^= byServer
+		p.showUp(i)
+		return
+	}
+	if k.kv == "" {
+		p.metrics.known.Inc()
+		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", p.table.instances[i].role.String(), "kv", m.KV)
+	}
+	k.kv, k.by, k.kvSeen = m.KV, by, now
+}
+
+// ends takes note that an instance leaves, as its server or its connector says. Where the server does, the engine ends:
+// it gets no new requests, though its connector goes on registering until the last one has ended. The caller holds mu.
+func (p *pool) ends(i int, who source) {
+	p.disclaim(i, who)
+	if k := &p.known[i]; who == byServer && k.sources&byConnector != 0 {
+		k.drains |= byServer
+		p.showUp(i)
+	}
 }
 
 // registeredAt is the place of an instance that registers, -1 if there is none, and where it is reached: by its URL where
@@ -186,8 +225,10 @@ func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) 
 	if m.TLS != nil && *m.TLS {
 		u.Scheme = "https"
 	}
-	if i = p.find(part, u); i < 0 {
-		i = p.index(part, m.HTTP)
+	if i = p.find(part, u); i < 0 || p.table.instances[i].left {
+		if other := p.index(part, m.HTTP); other >= 0 {
+			i = other
+		}
 	}
 	switch {
 	case i < 0:
@@ -259,7 +300,7 @@ func (m *moves) goesOn(host, engine string, now time.Time) bool {
 
 // auditLeave keeps in the log that an instance is not registered any more, though it has not said so. The caller holds mu.
 func (p *pool) auditLeave(i int, why string) {
-	if k := &p.known[i]; k.sources&byRegistration != 0 {
+	if k := &p.known[i]; k.isRegistered() {
 		apikeys.Act{Action: "register", Key: k.signed, Result: why}.
 			Log(p.log, "instance", p.urls[i].Host, "role", p.table.instances[i].role.String(), "leaves", true)
 	}
@@ -338,37 +379,69 @@ func (f *freshness) late(who string, now time.Time) {
 	}
 }
 
-// index is the place of an instance; -1 if there is none. The caller holds mu.
+// index is the place of an instance that has not left, by whichever scheme it is reached; -1 if there is none. The
+// caller holds mu.
 func (p *pool) index(part role, host string) int {
-	for i, u := range p.urls {
-		if u != nil && u.Host == host && p.table.instances[i].role == part {
+	for _, scheme := range []string{"http", "https"} {
+		if i := p.find(part, &url.URL{Scheme: scheme, Host: host}); i >= 0 && !p.table.instances[i].left {
 			return i
 		}
 	}
 	return -1
 }
 
-// expire forgets instances that have not registered for a while.
+// expire forgets what has not been registered for a while.
 func (p *pool) expire(ttl time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i := range p.known {
-		if k := &p.known[i]; k.sources&byRegistration != 0 && time.Since(k.seen) >= ttl {
+		k, late := &p.known[i], source(0)
+		for by, seen := range map[source]time.Time{byServer: k.seen, byConnector: k.kvSeen} {
+			if k.sources&by != 0 && time.Since(seen) >= ttl {
+				late |= by
+			}
+		}
+		if late != 0 && k.sources&byRegistration == late {
 			p.auditLeave(i, "expired")
-			p.disclaim(i, byRegistration)
+		}
+		p.disclaim(i, late)
+	}
+}
+
+// unregistered takes note that an instance's server or connector, or both, do not register it any more. The caller
+// holds mu.
+func (p *pool) unregistered(i int, by source) {
+	k, part := &p.known[i], p.table.instances[i].role
+	if by&byConnector != 0 {
+		if k.kv != "" {
+			p.metrics.known.Dec()
+		}
+		k.kv, k.by = "", ""
+		k.drains &^= byServer // nobody is left of an engine whose server has said that it ends
+	}
+	if by&byServer != 0 || k.sources&byRegistration == 0 {
+		engine := k.engine
+		k.engine = ""
+		p.untwin(part, engine)
+	}
+	for _, one := range []source{byServer, byConnector} {
+		if by&one != 0 {
+			p.fresh.late(freshKey(part, p.urls[i].Host, one == byConnector), time.Now())
 		}
 	}
 }
 
-// unregistered takes note that an instance is not registered any more. The caller holds mu.
-func (p *pool) unregistered(i int) {
-	k := &p.known[i]
-	if k.kv != "" {
-		p.metrics.known.Dec()
+// untwin forgets that several engines have one id when at most one of them is left, so that it is followed again when
+// it moves. The caller holds mu.
+func (p *pool) untwin(part role, engine string) {
+	n := 0
+	for i := range p.known {
+		if p.known[i].engine == engine && p.table.instances[i].role == part {
+			n++
+		}
 	}
-	k.kv, k.engine = "", ""
-	for _, kv := range []bool{false, true} {
-		p.fresh.late(freshKey(p.table.instances[i].role, p.urls[i].Host, kv), time.Now())
+	if n < 2 {
+		delete(p.moves.twins, part.String()+" "+engine)
 	}
 }
 

@@ -193,7 +193,7 @@ func TestRegistrationsAreAudited(t *testing.T) {
 			code, _ := say(t, r, true, old("D", "127.0.0.1:7", "127.0.0.1:9", now+int64(i)))
 			require.Equal(t, http.StatusOK, code)
 		}
-		leaving := old("D", "127.0.0.1:7", "", now+3)
+		leaving := old("D", "127.0.0.1:7", "127.0.0.1:9", now+3)
 		leaving.Leave = true
 		for range 2 {
 			code, _ := say(t, r, true, leaving)
@@ -320,4 +320,138 @@ func TestTwoRegisterOneEngine(t *testing.T) {
 	kv, _ := r.pool.kvAddress(places[0])
 	require.Equal(t, "127.0.0.1:9", kv)
 	require.NotContains(t, log.String(), "refused=")
+}
+
+// registers has a decode instance register, or leave, as an engine does: with the nonce of an answer.
+func registers(t *testing.T, r *Router, m *register.Message) {
+	t.Helper()
+	first := *m
+	first.Nonce = register.NoNonce
+	nonce, _, err := r.pool.register(decode, &first, "key")
+	if err != nil {
+		require.ErrorIs(t, err, errNonce)
+	}
+	again := *m
+	again.Nonce = nonce
+	_, _, err = r.pool.register(decode, &again, "key")
+	require.NoError(t, err)
+}
+
+// states are the instances by address, with their states.
+func states(r *Router) map[string]string {
+	list := map[string]string{}
+	for _, in := range r.pool.health().instances {
+		list[in.URL] = in.State
+	}
+	return list
+}
+
+// What an engine's server and its connector register, each leaves for itself. When the connector leaves, the engine serves on, without
+// blocks of others. When the server leaves, the engine gets no new requests, however long its connector registers on, until the server
+// registers again.
+func TestEachRegistrantLeavesForItself(t *testing.T) {
+	const address, url = "127.0.0.1:7", "http://127.0.0.1:7"
+	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.DiscardHandler)})
+	require.NoError(t, err)
+	connector := &register.Message{HTTP: address, KV: "127.0.0.1:9"}
+	server := &register.Message{HTTP: address, Engine: "e"}
+	leaves := func(m register.Message) {
+		m.Leave = true
+		registers(t, r, &m)
+	}
+	kv := func() string {
+		kv, _ := r.pool.kvAddress(r.pool.index(decode, address))
+		return kv
+	}
+	registers(t, r, connector)
+	registers(t, r, server)
+	leaves(*connector)
+	require.Equal(t, map[string]string{url: "up"}, states(r))
+	require.Empty(t, kv())
+	registers(t, r, connector)
+	require.Equal(t, connector.KV, kv())
+	leaves(*server)
+	for range 2 {
+		require.Equal(t, map[string]string{url: "draining"}, states(r))
+		_, ok := r.pool.pickDecode(map[int]bool{})
+		require.False(t, ok)
+		registers(t, r, connector)
+	}
+	registers(t, r, server)
+	require.Equal(t, map[string]string{url: "up"}, states(r), "it has begun again")
+	leaves(*server)
+	leaves(*connector)
+	require.Empty(t, states(r))
+	registers(t, r, connector)
+	require.Equal(t, map[string]string{url: "up"}, states(r), "the next engine there registers by its connector alone")
+}
+
+// The log says once that an engine leaves whose server and connector register it, though the connector does so after the server.
+func TestAuditOfTwoRegistrants(t *testing.T) {
+	var log testkit.Log
+	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	at := time.Now().UnixNano()
+	says := func(kv string, leaves bool) {
+		at++
+		m := old("D", "127.0.0.1:7", kv, at)
+		m.Leave = leaves
+		code, text := say(t, r, true, m)
+		require.Equal(t, http.StatusOK, code, text)
+	}
+	says("", false)
+	says("127.0.0.1:9", false)
+	says("", true)
+	says("127.0.0.1:9", false)
+	says("127.0.0.1:9", true)
+	require.Equal(t, []string{
+		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=false",
+		"key=key remote=192.0.2.1:1234 result=ok instance=127.0.0.1:7 role=decode leaves=true",
+	}, audited(&log))
+}
+
+// What a connector registers does not take away what the server has said, and is forgotten in its own time.
+func TestEachRegistrantIsBelieved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const ttl = 15 * time.Second
+		r, err := New(Config{Register: signer(ttl), Log: slog.New(slog.DiscardHandler)})
+		require.NoError(t, err)
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:1", Engine: "e"})
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:1", KV: "10.0.0.1:9"})
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:2", Engine: "e"})
+		require.Equal(t, map[string]string{"http://10.0.0.1:2": "up"}, states(r), "it has moved")
+
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:2", KV: "10.0.0.1:9"})
+		<-time.After(ttl - time.Second) // of synctest
+		registers(t, r, &register.Message{HTTP: "10.0.0.1:2", Engine: "e"})
+		<-time.After(time.Second) // of synctest
+		r.pool.expire(ttl)
+		kv, _ := r.pool.kvAddress(r.pool.index(decode, "10.0.0.1:2"))
+		require.Empty(t, kv, "its connector is gone")
+		require.Equal(t, map[string]string{"http://10.0.0.1:2": "up"}, states(r))
+	})
+}
+
+// A connector registers the address of an engine, and not how it is reached: that is the instance of this address, however its URL is
+// spelled, and none that has left.
+func TestConnectorFindsItsInstance(t *testing.T) {
+	for url, address := range map[string]string{
+		"https://engine": "engine:443", "https://Engine:443": "engine:443", "https://engine:8000": "Engine:8000", "http://engine": "engine:80",
+	} {
+		r, err := New(Config{Decode: []string{url}, Register: signer(time.Minute), Log: slog.New(slog.DiscardHandler)})
+		require.NoError(t, err)
+		registers(t, r, &register.Message{HTTP: address, KV: "10.0.0.1:9"})
+		require.Len(t, states(r), 1, "%s %s", url, address)
+		kv, _ := r.pool.kvAddress(0)
+		require.Equal(t, "10.0.0.1:9", kv)
+	}
+	r, err := New(Config{Register: signer(time.Minute), Log: slog.New(slog.DiscardHandler)})
+	require.NoError(t, err)
+	registers(t, r, &register.Message{HTTP: "engine:1", Engine: "e"})
+	_, ok := r.pool.pickDecode(map[int]bool{}) // which keeps its place
+	require.True(t, ok)
+	secured := true
+	registers(t, r, &register.Message{HTTP: "engine:1", Engine: "e", TLS: &secured})
+	registers(t, r, &register.Message{HTTP: "engine:1", KV: "10.0.0.1:9"})
+	require.Equal(t, map[string]string{"https://engine:1": "up"}, states(r))
 }

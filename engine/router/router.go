@@ -99,9 +99,9 @@ type Config struct {
 
 	OwnKeys     bool   // the front checked Authorization itself: it is not passed on
 	UpstreamKey string // API key that instances get instead of the client's; empty: none
-	// Key is the client's whose key an Authorization header has, or nil. Without a key a client learns from /health how
-	// the router is, and gets nothing else; with one that does not watch it learns no more from there. A request's cache_salt becomes one within its client's tenant. Nil: there are
-	// no keys.
+	// Key finds the key that an Authorization header has; nil: it has none of them. A client without a key learns from
+	// /health how the router is, and gets nothing else. One whose key does not let it watch learns no more from /health.
+	// The cache_salt of a request becomes one within its client's tenant. A nil Key: there are no keys.
 	Key func(authorization string) *apikeys.Key
 
 	// SharedKeys reports whether several API keys, and so perhaps several tenants, use the router. X-Kvport-Route then names

@@ -18,6 +18,15 @@ func (c *call) foreign() bool {
 	return c.router.config.passesKeys() && c.header.Get("Authorization") != "" && c.router.pool.mayHaveTenants()
 }
 
+// within adds the client's key to what separates the prompts of clients, if instances may put it into a tenant of its own: neither what
+// was sent nor where an answer is held says anything about another client's then.
+func (c *call) within(scope []byte) []byte {
+	if c.foreign() {
+		scope = append(scope, c.header.Get("Authorization")...)
+	}
+	return scope
+}
+
 // mayHaveTenants reports whether an instance that takes requests may have tenants.
 func (p *pool) mayHaveTenants() bool {
 	p.mu.Lock()

@@ -169,6 +169,61 @@ func TestHistoryOfOtherTenants(t *testing.T) {
 	}
 }
 
+// The ticket of one client's answer is not for another client that may be of another tenant, though it asks the same. Where no instance has
+// tenants it is for all.
+func TestTurnsOfOtherTenants(t *testing.T) {
+	for health, want := range map[string]string{`{"status":"ok"}`: "", `{"status":"ok","model":"m"}`: "of D"} {
+		says := func(answer http.HandlerFunc) http.HandlerFunc {
+			return func(w http.ResponseWriter, r *http.Request) {
+				if r.URL.Path == "/health" {
+					_, _ = io.WriteString(w, health)
+					return
+				}
+				answer(w, r)
+			}
+		}
+		p, d := serveInstance(t, says(ticket("of P"))), serveInstance(t, says(held("of D", false)))
+		f := serveRouter(t, Config{Prefill: urls(p), Decode: urls(d), Turns: 10, HealthInterval: 10 * time.Millisecond})
+		running(t, f.router)
+		tenants := want == ""
+		require.Eventually(t, func() bool {
+			return len(p.requests()) > 0 && len(d.requests()) > 0 && f.router.pool.mayHaveTenants() == tenants
+		}, waitLimit, waitTick)
+		prompt := strings.Repeat("words ", 20)
+		asks := func(key, prompt string) (given string) {
+			resp, text := postAs(t, f.URL, key, `{"prompt":"`+prompt+`"}`)
+			require.Equal(t, 200, resp.StatusCode, text)
+			for _, r := range p.requests() {
+				if r.path == "/v1/completions" {
+					given = string(r.body["kv_transfer_params"])
+				}
+			}
+			return given
+		}
+		asks("alice", prompt)
+		bobs := asks("bob", prompt+"and more")
+		require.Equal(t, !tenants, strings.Contains(bobs, "of D"), bobs)
+		require.Contains(t, asks("alice", prompt+"and more"), "of D")
+	}
+}
+
+// Of an instance whose /health breaks off nobody knows that it has no tenants.
+func TestBrokenHealthMayHaveTenants(t *testing.T) {
+	for body, open := range map[string]bool{"": false, `{"status":"ok","model":"m"}`: false, "whole": true} {
+		d := serveInstance(t, func(w http.ResponseWriter, _ *http.Request) {
+			if body != "whole" {
+				w.Header().Set("Content-Length", "1000")
+			}
+			w.WriteHeader(http.StatusOK)
+			_, _ = io.WriteString(w, strings.TrimPrefix(body, "whole"))
+		})
+		c := &checker{client: http.DefaultClient, timeout: waitLimit}
+		got := c.probe(t.Context(), at(t, d.URL))
+		require.Equal(t, healthy, got.result)
+		require.Equal(t, open, got.open, "%q", body)
+	}
+}
+
 // A key's limits are those of the config file, else of its own line, else those of all.
 func TestLimitsOfAKey(t *testing.T) {
 	d := serveInstance(t, tokens)

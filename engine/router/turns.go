@@ -130,9 +130,7 @@ func (t *turns) drop(mark uint64, slot int) {
 // prompt is what a request's conversation is known by: messages or prompt, without what closes them, so that
 // the next turn begins with it. scope is what else makes conversations differ.
 func (f fields) prompt() (scope, text []byte) {
-	for _, name := range []string{"model", "cache_salt", "tools"} {
-		scope = append(append(scope, f[name]...), 0)
-	}
+	scope = f.scope()
 	if messages := elements(f["messages"], maxMessages); len(messages) > 0 {
 		for _, m := range messages {
 			text = append(append(text, canonical(m)...), 0)

@@ -50,8 +50,7 @@ const unknown = -1
 
 // consumption finds out what a request cost, from its answer on its way to the client.
 type consumption struct {
-	prompt   int // estimated tokens of the prompt
-	off      bool
+	prompt   int    // estimated tokens of the prompt
 	unserved bool   // no instance gave an answer
 	events   int    // of a stream; each is about a token
 	last     []byte // the end of the answer, where its usage is
@@ -62,9 +61,6 @@ const maxLast = 1 << 10
 
 // write takes a piece of the answer.
 func (u *consumption) write(piece []byte) {
-	if u.off {
-		return
-	}
 	u.events += bytes.Count(piece, []byte("data: "))
 	u.last = append(u.last, piece[max(0, len(piece)-maxLast):]...)
 	u.last = u.last[max(0, len(u.last)-maxLast):]
@@ -79,7 +75,7 @@ func (u *consumption) tokens() int {
 	if u.unserved {
 		return 0
 	}
-	if found := totalTokens.FindSubmatch(u.last); !u.off && found != nil {
+	if found := totalTokens.FindSubmatch(u.last); found != nil {
 		if n, _ := strconv.Atoi(string(found[1])); n <= maxTokens { // digits
 			return n
 		}
