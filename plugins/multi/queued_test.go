@@ -50,7 +50,7 @@ func newQueuedNixl(t *testing.T, plugin string) *queuedNixl {
 	q.Stop(node)
 	multi := composed{
 		children: children(t, "queued"), values: fixture.Values{"LEASE": queuedLease.Milliseconds()},
-		settings: fmt.Sprintf(`,"kv_connector_module_path":%q`, plugin),
+		settings: fmt.Sprintf(`,"kv_connector_module_path":%q,"kvport":{"deadlines":{"handshake":"30s"}}`, plugin), // it starts two children
 	}
 	q.p = q.ServeModel(slow, "prefill", multi.config(t, "kv_both", "kv_producer"))
 	q.d = q.ServeModel(slow, "decode", multi.config(t, "kv_both", "kv_consumer"), "--max-num-seqs", "1", "--enable-prefix-caching=false")

@@ -281,7 +281,7 @@ def while_it_runs(patch):
 
 REPORTS = [
     Wrong(33, "a request that nobody knows", results(lambda side, sent, received, failed: (sent, received | {"nobody"}, failed))),
-    Wrong(33, "freed twice", sent_twice(), older=True),
+    Wrong(33, "freed twice", sent_twice(), older=True, slow=True),
     Wrong(34, "the end of a load is lost", results(lambda side, sent, received, failed: (sent, set(), failed))),
     Wrong(34, "a load is reported before it is over", around(WorkerSide, "results", before_the_end)),
     Wrong(37, "a failed block that no load writes", around(WorkerSide, "take_invalid", lambda real: lambda self: real(self) | {3})),
