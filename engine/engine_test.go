@@ -110,6 +110,19 @@ func (r *rig) ask(t testing.TB, reqs []Request, batch int) []result {
 	return results
 }
 
+// askTogether has all requests in the engine before it opens the gate of the engine's model.
+func (r *rig) askTogether(t testing.TB, reqs []Request, gate chan struct{}) (results []result) {
+	var outs []<-chan Output
+	for _, req := range reqs {
+		outs = append(outs, submit(t, r, req))
+	}
+	close(gate)
+	for _, out := range outs {
+		results = append(results, collect(out))
+	}
+	return results
+}
+
 // requests makes n requests whose prompts share prefixes, some greedy, some sampled.
 func requests(n int) []Request {
 	rng := rand.New(rand.NewPCG(11, 12))
@@ -199,14 +212,7 @@ func TestPreemption(t *testing.T) {
 			g := &gate{Model: cfg.Model, open: make(chan struct{})}
 			cfg.Model, cfg.NumBlocks, cfg.BlockSize = g, 60, 4
 			r := start(t, cfg)
-			var outs []<-chan Output
-			for _, req := range reqs {
-				outs = append(outs, submit(t, r, req))
-			}
-			close(g.open)
-			for i, out := range outs {
-				require.Equal(t, want[i], collect(out).tokens)
-			}
+			require.Equal(t, want, tokensOf(r.askTogether(t, reqs, g.open)))
 			n := r.metric(t, "kvport_preemptions_total", "")
 			t.Logf("%v preemptions", n)
 			require.Positive(t, n)

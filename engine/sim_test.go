@@ -103,16 +103,7 @@ func TestGroupsDependOnRequestAlone(t *testing.T) {
 				g := &shardedGate{Sharded: cfg.Model.(model.Sharded), open: make(chan struct{})}
 				cfg.Model = g
 				r := start(t, cfg)
-				outs := make([]<-chan Output, len(reqs))
-				for i, req := range reqs {
-					outs[i] = submit(t, r, req)
-				}
-				close(g.open)
-				var got []result
-				for _, out := range outs {
-					got = append(got, collect(out))
-				}
-				got = append(got, r.ask(t, reqs, 16)...)
+				got := append(r.askTogether(t, reqs, g.open), r.ask(t, reqs, 16)...)
 				require.Equal(t, slices.Concat(want, want), tokensOf(got), "blocks of %d, %d tokens a step, stride %s", blockSize, budget, stride)
 				for _, res := range got {
 					local += res.last.Usage.Local

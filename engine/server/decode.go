@@ -27,8 +27,7 @@ const (
 	maxStopBytes = 1024
 	maxMessages  = 4096
 	maxTicket    = 64 << 10 // bytes, decoded
-	maxSalt      = apikeys.MaxSalt
-	maxTokens    = 1 << 24 // above what any model can hold, and safe to add up
+	maxTokens    = 1 << 24  // above what any model can hold, and safe to add up
 )
 
 // params are the fields that completions and chat completions share.
@@ -203,8 +202,8 @@ func (o *object) params() (p params) {
 		p.usage = options.Usage
 	}
 	take(o, "return_token_ids", "a boolean", &p.tokenIDs)
-	if take(o, "cache_salt", "a string", &p.salt) && len(p.salt) > maxSalt {
-		o.fail(wrongValue("cache_salt", "has %d bytes, want at most %d", len(p.salt), maxSalt))
+	if take(o, "cache_salt", "a string", &p.salt) && len(p.salt) > apikeys.MaxSalt {
+		o.fail(wrongValue("cache_salt", "has %d bytes, want at most %d", len(p.salt), apikeys.MaxSalt))
 	}
 	o.transfer(&p)
 	o.onlyNumber("n", 1)

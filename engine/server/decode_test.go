@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/tokenizer"
 )
 
@@ -101,7 +102,7 @@ func TestDecodeRefuses(t *testing.T) {
 		{`"ignore_eos":"yes"`, "ignore_eos", "invalid_type"},
 		{`"return_token_ids":0`, "return_token_ids", "invalid_type"},
 		{`"cache_salt":1`, "cache_salt", "invalid_type"},
-		{`"cache_salt":"` + strings.Repeat("s", maxSalt+1) + `"`, "cache_salt", "invalid_value"},
+		{`"cache_salt":"` + strings.Repeat("s", apikeys.MaxSalt+1) + `"`, "cache_salt", "invalid_value"},
 		{`"model":1`, "model", "invalid_type"},
 		{`"min_tokens":3`, "min_tokens", "unsupported_value"},
 		{`"presence_penalty":0.5`, "presence_penalty", "unsupported_value"},

@@ -148,7 +148,6 @@ func (q *Queue) Arrive(now time.Time, name string, limits Limits, tokens int) (*
 // tokens has cost something.
 func (q *Queue) Estimate(now time.Time, r *Request, tokens int) error {
 	c := r.client
-	c.requests.refill(now, c.limits.RequestsPerMinute)
 	c.tokens.refill(now, c.limits.TokensPerMinute)
 	c.tokens.take(-r.tokens)
 	if tokens = max(1, tokens); c.tokens.has(tokens) {
