@@ -86,12 +86,14 @@ func TestDeadlineEndsTheCase(t *testing.T) {
 func TestLeaksAreSeen(t *testing.T) {
 	before := takeSnapshot()
 	end := make(chan struct{})
-	go func() { <-end }()
+	for range 100 { // so many that none of an earlier test that ends meanwhile hides them
+		go func() { <-end }()
+	}
 	f, err := os.Open(os.DevNull)
 	require.NoError(t, err)
 	leak := before.waitForLeaks(0)
-	require.Contains(t, leak, "1 goroutines more")
-	require.Contains(t, leak, "1 file descriptors more")
+	require.Regexp(t, `\d\d goroutines more`, leak)
+	require.Regexp(t, `\d file descriptors more`, leak)
 	close(end)
 	require.NoError(t, f.Close())
 	require.Empty(t, before.waitForLeaks(grace))

@@ -355,14 +355,15 @@ func TestTurnsGoByTokens(t *testing.T) {
 				})
 			}
 		}
-		const most = 600
+		const most, first = 900, 250
 		for range most {
 			synctest.Wait()
 			e.end(1)
 		}
 		synctest.Wait()
 		tokens := map[string]int{}
-		for _, tenant := range e.came()[100:] {
+		// Of the first ones nobody knows yet what alice's cost: hers may take all 32 slots, and the others then get 160 to make up for it.
+		for _, tenant := range e.came()[first:] {
 			tokens[tenant] += map[string]int{"alice": 4000, "bob": 4000, "admin": 1000}[tenant]
 		}
 		leave()
