@@ -17,19 +17,19 @@ import (
 // accessProbes are for API keys and what is open without them.
 func accessProbes() []probe {
 	return []probe{
-		{id: "access/wrong-keys", row: "own", does: "uses no key, parts of the key, the key in other places and forms, and paths that look open", door: "no --api-key-file", run: wrongKeys},
-		{id: "access/health", row: "M8", does: "reads what an engine and a router tell about themselves without a key", door: "no --api-key-file", run: openHealth},
-		{id: "access/beyond-loopback", row: "listens", does: "has an engine and a router listen beyond loopback without keys", door: "--allow-unauthenticated", run: beyondLoopback},
-		{id: "access/reload", row: "M8", does: "goes on with a key that the operator has replaced, and sends SIGHUP with a broken file of keys", run: reloadKeys},
-		{id: "access/router-in-front", row: "M8", does: "goes through a router with keys to an engine with keys, without a key, and with that of the engine", run: keyedRouter},
-		{id: "access/open-key-file", row: "M8", does: "makes the file of API keys readable by others, at the start and before SIGHUP", run: openKeyFile},
-		{id: "access/odd-key-files", row: "own", does: "puts a FIFO, a folder, an endless device, an empty file and a huge one where a file of API keys or of ticket keys belongs", run: oddKeyFiles},
-		{id: "access/open-ticket-key", row: "own", does: "makes the file of ticket keys readable by others, at the start and while the engine runs", run: openTicketKey},
-		{id: "access/squatted-folder", row: "L13", does: "makes the folders in the folder for temporary files that an engine would use, as another user", run: squatted},
-		{id: "access/salts", row: "M7", does: "asks for a prompt of another client under another salt, and reads how much of it was cached", door: "the same salt", run: otherSalts},
-		{id: "access/other-tenant", row: "M7", does: "names the salt of another tenant, and reads how much of its prompt was cached", door: "the other's salt= in its line", run: otherTenant},
-		{id: "access/own-powers", row: "M7", does: "reads with the key of a tenant what is about all of them, and empties their cache", door: "admin in its line", run: ownPowers},
-		{id: "access/cache-query", row: "own", does: "asks with another key what prompts of others are in the cache", door: "--cache-query-unsalted", run: cacheQuery},
+		{id: "access/wrong-keys", group: "other", does: "uses no key, parts of the key, the key in other places and forms, and paths that look open", door: "no --api-key-file", run: wrongKeys},
+		{id: "access/health", group: "api-keys", does: "reads what an engine and a router tell about themselves without a key", door: "no --api-key-file", run: openHealth},
+		{id: "access/beyond-loopback", group: "listeners", does: "has an engine and a router listen beyond loopback without keys", door: "--allow-unauthenticated", run: beyondLoopback},
+		{id: "access/reload", group: "api-keys", does: "goes on with a key that the operator has replaced, and sends SIGHUP with a broken file of keys", run: reloadKeys},
+		{id: "access/router-in-front", group: "api-keys", does: "goes through a router with keys to an engine with keys, without a key, and with that of the engine", run: keyedRouter},
+		{id: "access/open-key-file", group: "api-keys", does: "makes the file of API keys readable by others, at the start and before SIGHUP", run: openKeyFile},
+		{id: "access/odd-key-files", group: "other", does: "puts a FIFO, a folder, an endless device, an empty file and a huge one where a file of API keys or of ticket keys belongs", run: oddKeyFiles},
+		{id: "access/open-ticket-key", group: "other", does: "makes the file of ticket keys readable by others, at the start and while the engine runs", run: openTicketKey},
+		{id: "access/squatted-folder", group: "squatters", does: "makes the folders in the folder for temporary files that an engine would use, as another user", run: squatted},
+		{id: "access/salts", group: "tenants", does: "asks for a prompt of another client under another salt, and reads how much of it was cached", door: "the same salt", run: otherSalts},
+		{id: "access/other-tenant", group: "tenants", does: "names the salt of another tenant, and reads how much of its prompt was cached", door: "the other's salt= in its line", run: otherTenant},
+		{id: "access/own-powers", group: "tenants", does: "reads with the key of a tenant what is about all of them, and empties their cache", door: "admin in its line", run: ownPowers},
+		{id: "access/cache-query", group: "other", does: "asks with another key what prompts of others are in the cache", door: "--cache-query-unsalted", run: cacheQuery},
 	}
 }
 

@@ -19,16 +19,16 @@ import (
 // faultProbes are for machines that have little, and processes that are killed.
 func faultProbes() []probe {
 	return []probe{
-		{id: "fault/few-files", row: "T10", does: "runs an engine that may open 64 files, and 100 clients", cost: 8, run: fewFiles},
-		{id: "fault/little-memory", row: "T10", does: "runs an engine that may have 3 GiB of address space", cost: 8, run: littleMemory},
-		{id: "fault/small-files", row: "T10", does: "runs an engine whose files may have no more than 1 KiB, as on a disk that is full", cost: 8, run: smallFiles},
-		{id: "fault/full-disk", row: "T10", does: "runs an engine whose store is on a disk that is full", cost: 8, run: fullDisk},
-		{id: "fault/full-output", row: "T10", does: "runs an engine whose log is on a device that is full", cost: 8, run: fullOutput},
-		{id: "fault/port-in-use", row: "T10", does: "takes the port first", run: portInUse},
-		{id: "fault/stop-prefill", row: "T10", does: "kills the prefill engine, and kills and stops its plugin and the decode engine's", cost: 30, run: stopPrefill},
-		{id: "fault/churn", row: "T11", does: "kills the plugin 20 times among 200 requests, some of whose clients leave, and counts what is left", cost: 40, run: churn},
-		{id: "fault/orphans", row: "own", does: "kills an engine, and looks for what it has left behind", cost: 8, run: orphans},
-		{id: "fault/swapped-plugin", row: "T13", does: "puts another program in the place of a pinned plugin, before the start and while the engine runs", cost: 8, run: swappedPlugin},
+		{id: "fault/few-files", group: "scarcity", does: "runs an engine that may open 64 files, and 100 clients", cost: 8, run: fewFiles},
+		{id: "fault/little-memory", group: "scarcity", does: "runs an engine that may have 3 GiB of address space", cost: 8, run: littleMemory},
+		{id: "fault/small-files", group: "scarcity", does: "runs an engine whose files may have no more than 1 KiB, as on a disk that is full", cost: 8, run: smallFiles},
+		{id: "fault/full-disk", group: "scarcity", does: "runs an engine whose store is on a disk that is full", cost: 8, run: fullDisk},
+		{id: "fault/full-output", group: "scarcity", does: "runs an engine whose log is on a device that is full", cost: 8, run: fullOutput},
+		{id: "fault/port-in-use", group: "scarcity", does: "takes the port first", run: portInUse},
+		{id: "fault/stop-prefill", group: "scarcity", does: "kills the prefill engine, and kills and stops its plugin and the decode engine's", cost: 30, run: stopPrefill},
+		{id: "fault/churn", group: "leaks", does: "kills the plugin 20 times among 200 requests, some of whose clients leave, and counts what is left", cost: 40, run: churn},
+		{id: "fault/orphans", group: "other", does: "kills an engine, and looks for what it has left behind", cost: 8, run: orphans},
+		{id: "fault/swapped-plugin", group: "logs", does: "puts another program in the place of a pinned plugin, before the start and while the engine runs", cost: 8, run: swappedPlugin},
 	}
 }
 

@@ -14,10 +14,10 @@ import (
 // hostProbes are for programs in plugin folders, and for the trust level in-place.
 func hostProbes() []probe {
 	return []probe{
-		{id: "host/search-runs", row: "L13", does: "puts a program into the plugin folder that does harm when it is asked for its name", door: "its name is that of the connector", run: searched},
-		{id: "host/open-folder", row: "L13", does: "lets everybody write the plugin folder and the plugin in it", run: openFolder},
-		{id: "host/in-place", row: "in-place", does: "does at trust level in-place all that docs/operate.md says a plugin can do there", cost: 10, run: inPlace},
-		{id: "host/in-place-sandbox", row: "in-place", does: "tries the same at in-place in a sandbox, where only writing the cache is left", door: withoutSandbox, cost: 10, run: inPlaceSandboxed},
+		{id: "host/search-runs", group: "squatters", does: "puts a program into the plugin folder that does harm when it is asked for its name", door: "its name is that of the connector", run: searched},
+		{id: "host/open-folder", group: "squatters", does: "lets everybody write the plugin folder and the plugin in it", run: openFolder},
+		{id: "host/in-place", group: "in-place", does: "does at trust level in-place all that docs/operate.md says a plugin can do there", cost: 10, run: inPlace},
+		{id: "host/in-place-sandbox", group: "in-place", does: "tries the same at in-place in a sandbox, where only writing the cache is left", door: withoutSandbox, cost: 10, run: inPlaceSandboxed},
 	}
 }
 

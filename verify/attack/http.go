@@ -14,19 +14,19 @@ import (
 // httpProbes are a client's: what it sends is malformed, large or ambiguous.
 func httpProbes() []probe {
 	return []probe{
-		{id: "http/malformed", row: "T1", does: "sends bodies that are no requests, among them 100,000 nested brackets, broken UTF-8 and impossible numbers", run: malformed},
-		{id: "http/big-body", row: "T1", does: "sends bodies of 100 MB", run: bigBody},
-		{id: "http/big-header", row: "T1", does: "sends 2 MB of headers", run: bigHeader},
-		{id: "http/smuggling", row: "T1", does: "hides a second request in one whose length is ambiguous, through a router", run: smuggling},
-		{id: "http/tokens", row: "own", does: "asks with token ids that the model does not have", run: oddTokens},
-		{id: "http/methods", row: "own", does: "calls paths with methods that they do not have, and asks for profiles of the process", run: oddMethods},
-		{id: "http/upgrade", row: "own", does: "asks for other protocols: HTTP/2 without a word, WebSocket, TLS, SSH, random bytes", run: upgrades},
-		{id: "http/log-lines", row: "own", does: "sends control characters and forged log lines in every field that might be logged", run: logLines},
-		{id: "http/metric-labels", row: "own", does: "uses 2,000 models, paths and methods that do not exist, to make the page of metrics grow", run: metricLabels},
-		{id: "http/salts", row: "own", does: "sends salts of a megabyte and of odd characters", run: oddSalts},
-		{id: "http/same-id", row: "own", does: "sends eight requests at once under one request id", run: sameID},
-		{id: "http/rebinding", row: "M9", does: "is a web page that has taken a name for this machine (DNS rebinding)", door: "--allowed-host", run: rebinding},
-		{id: "http/cross-site", row: "M9", does: "is a web page of another origin that posts a form", run: crossSite},
+		{id: "http/malformed", group: "requests", does: "sends bodies that are no requests, among them 100,000 nested brackets, broken UTF-8 and impossible numbers", run: malformed},
+		{id: "http/big-body", group: "requests", does: "sends bodies of 100 MB", run: bigBody},
+		{id: "http/big-header", group: "requests", does: "sends 2 MB of headers", run: bigHeader},
+		{id: "http/smuggling", group: "requests", does: "hides a second request in one whose length is ambiguous, through a router", run: smuggling},
+		{id: "http/tokens", group: "other", does: "asks with token ids that the model does not have", run: oddTokens},
+		{id: "http/methods", group: "other", does: "calls paths with methods that they do not have, and asks for profiles of the process", run: oddMethods},
+		{id: "http/upgrade", group: "other", does: "asks for other protocols: HTTP/2 without a word, WebSocket, TLS, SSH, random bytes", run: upgrades},
+		{id: "http/log-lines", group: "other", does: "sends control characters and forged log lines in every field that might be logged", run: logLines},
+		{id: "http/metric-labels", group: "other", does: "uses 2,000 models, paths and methods that do not exist, to make the page of metrics grow", run: metricLabels},
+		{id: "http/salts", group: "other", does: "sends salts of a megabyte and of odd characters", run: oddSalts},
+		{id: "http/same-id", group: "other", does: "sends eight requests at once under one request id", run: sameID},
+		{id: "http/rebinding", group: "web-pages", does: "is a web page that has taken a name for this machine (DNS rebinding)", door: "--allowed-host", run: rebinding},
+		{id: "http/cross-site", group: "web-pages", does: "is a web page of another origin that posts a form", run: crossSite},
 	}
 }
 

@@ -17,15 +17,15 @@ import (
 // loadProbes are for clients who want others not to be served.
 func loadProbes() []probe {
 	return []probe{
-		{id: "load/slow-headers", row: "T2", does: "opens 1,000 connections that begin a header and do not end it", cost: 10, run: slowHeaders},
-		{id: "load/slow-bodies", row: "C5", does: "opens 600 connections that send headers and the first byte of a body", cost: 10, run: slowBodies},
-		{id: "load/slow-bodies-router", row: "C5", does: "does the same to a router, with 1,400 connections", cost: 10, run: slowBodiesRouter},
-		{id: "load/idle", row: "C5", does: "opens 400 idle connections to an engine that may open 256 files", cost: 10, run: idleConnections},
-		{id: "load/leavers", row: "T2", does: "starts 200 requests and leaves in the middle of each", cost: 15, run: leavers},
-		{id: "load/unread", row: "T2", does: "asks for a long stream and never reads it", cost: 60, run: unread},
-		{id: "load/hoarding", row: "T5", does: "asks 60 times for a prefill whose blocks are to be held, and never fetches them", cost: 15, run: hoarding},
-		{id: "load/one-client", row: "C5", does: "sends a router, whose engine serves few at a time, 60 long requests under one key, and asks with another key", cost: 30, run: oneClient},
-		{id: "load/resets", row: "own", does: "resets the prefix cache again and again while others are served", run: resets},
+		{id: "load/slow-headers", group: "slow-clients", does: "opens 1,000 connections that begin a header and do not end it", cost: 10, run: slowHeaders},
+		{id: "load/slow-bodies", group: "overload", does: "opens 600 connections that send headers and the first byte of a body", cost: 10, run: slowBodies},
+		{id: "load/slow-bodies-router", group: "overload", does: "does the same to a router, with 1,400 connections", cost: 10, run: slowBodiesRouter},
+		{id: "load/idle", group: "overload", does: "opens 400 idle connections to an engine that may open 256 files", cost: 10, run: idleConnections},
+		{id: "load/leavers", group: "slow-clients", does: "starts 200 requests and leaves in the middle of each", cost: 15, run: leavers},
+		{id: "load/unread", group: "slow-clients", does: "asks for a long stream and never reads it", cost: 60, run: unread},
+		{id: "load/hoarding", group: "holds", does: "asks 60 times for a prefill whose blocks are to be held, and never fetches them", cost: 15, run: hoarding},
+		{id: "load/one-client", group: "overload", does: "sends a router, whose engine serves few at a time, 60 long requests under one key, and asks with another key", cost: 30, run: oneClient},
+		{id: "load/resets", group: "other", does: "resets the prefix cache again and again while others are served", run: resets},
 	}
 }
 

@@ -64,7 +64,7 @@ func run(ctx context.Context, args []string, out, errOut io.Writer) int {
 	}
 	if o.list {
 		for _, p := range picked {
-			fmt.Fprintf(out, "%-34s %-12s %s\n", p.id, p.row, p.does)
+			fmt.Fprintf(out, "%-34s %-14s %s\n", p.id, p.group, p.does)
 		}
 		return 0
 	}
@@ -111,7 +111,7 @@ func pick(all []probe, pattern string) ([]probe, error) {
 // result is what became of a probe.
 type result struct {
 	ID      string  `json:"id"`
-	Row     string  `json:"row"`
+	Group   string  `json:"group"`
 	Verdict string  `json:"verdict"`
 	Seen    string  `json:"seen,omitempty"`
 	Door    string  `json:"door,omitempty"` // what the open door let through
@@ -152,7 +152,7 @@ func (r *rig) probe(ctx context.Context, p *probe, doors bool) result {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, probeLimit)
 	defer cancel()
-	res := result{ID: p.id, Row: p.row}
+	res := result{ID: p.id, Group: p.group}
 	if p.waits != "" {
 		res.Verdict, res.Seen = notRun, "waits for this: "+p.waits
 		return res
@@ -205,7 +205,7 @@ func reporter(out io.Writer, asJSON bool) func(result) {
 		return func(r result) { _ = encoder.Encode(r) }
 	}
 	return func(r result) {
-		fmt.Fprintf(out, "%-8s %-34s %-12s %5.1f s  %s\n", r.Verdict, r.ID, r.Row, r.Seconds, r.Seen)
+		fmt.Fprintf(out, "%-8s %-34s %-14s %5.1f s  %s\n", r.Verdict, r.ID, r.Group, r.Seconds, r.Seen)
 		if r.Door != "" {
 			fmt.Fprintf(out, "%8s %34s with the open door it does not hold: %s\n", "", "", r.Door)
 		}

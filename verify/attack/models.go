@@ -13,11 +13,11 @@ import (
 // modelProbes are for files and texts that an engine reads.
 func modelProbes() []probe {
 	return []probe{
-		{id: "model/bad-files", row: "T8", does: "gives an engine 20 files that are no right GGUF: cut, bits changed, counts of 2^60", cost: 20, run: badModels},
-		{id: "model/cut-while-served", row: "T8", does: "cuts the file of the model while it is served", cost: 20, run: cutModel},
-		{id: "model/bad-configs", row: "T8", does: "starts engines with 23 transfer configs that are wrong", cost: 10, run: badConfigs},
-		{id: "model/tokenizer", row: "T9", does: "sends texts of 1 MB that tokenizers are slow with", cost: 30, run: tokenizerBombs},
-		{id: "model/chat-roles", row: "M12", does: "writes the end of a turn and the beginning of another into the role of a chat message", cost: 10, run: chatRoles},
+		{id: "model/bad-files", group: "models", does: "gives an engine 20 files that are no right GGUF: cut, bits changed, counts of 2^60", cost: 20, run: badModels},
+		{id: "model/cut-while-served", group: "models", does: "cuts the file of the model while it is served", cost: 20, run: cutModel},
+		{id: "model/bad-configs", group: "models", does: "starts engines with 23 transfer configs that are wrong", cost: 10, run: badConfigs},
+		{id: "model/tokenizer", group: "tokenizer", does: "sends texts of 1 MB that tokenizers are slow with", cost: 30, run: tokenizerBombs},
+		{id: "model/chat-roles", group: "templates", does: "writes the end of a turn and the beginning of another into the role of a chat message", cost: 10, run: chatRoles},
 	}
 }
 

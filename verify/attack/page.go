@@ -6,38 +6,38 @@ import (
 	"strings"
 )
 
-// rowNames says what the column row of the page means.
-func rowNames() [][2]string {
+// groupNames says what the column "for" of the page means.
+func groupNames() [][2]string {
 	return [][2]string{
-		{"C1", "UCX's ports write memory"},
-		{"C2", "digests that somebody makes again"},
-		{"C3", "ports on loopback that are open to every user"},
-		{"C4", "a plugin that does what its user may"},
-		{"C5", "others are not served"},
-		{"H6", "a plugin that hides that its processes live"},
-		{"M7", "API keys and salts"},
-		{"M8", "keys of APIs"},
-		{"M9", "web pages"},
-		{"M10", "memory of a router"},
-		{"M11", "clocks"},
-		{"M12", "chat templates"},
-		{"L13", "folders and programs of others"},
-		{"listens", "what listens by default"},
-		{"T1", "malformed requests"},
-		{"T2", "slow and leaving clients"},
-		{"T3", "requests to other hosts"},
-		{"T4", "tickets and registrations"},
-		{"T5", "holds that nobody fetches"},
-		{"T6", "servers that lie"},
-		{"T7", "what lies in a shared folder"},
-		{"T8", "model files and configs"},
-		{"T9", "texts for the tokenizer"},
-		{"T10", "machines that have little, processes that die"},
-		{"T11", "what is left after many faults"},
-		{"T12", "another user"},
-		{"T13", "logs, descriptors and pinned binaries"},
+		{"ports", "UCX's ports write memory"},
+		{"digests", "digests that somebody makes again"},
+		{"loopback", "ports on loopback that are open to every user"},
+		{"plugins", "a plugin that does what its user may"},
+		{"overload", "others are not served"},
+		{"survivors", "a plugin that hides that its processes live"},
+		{"tenants", "API keys and salts"},
+		{"api-keys", "keys of APIs"},
+		{"web-pages", "web pages"},
+		{"router-memory", "memory of a router"},
+		{"clocks", "clocks"},
+		{"templates", "chat templates"},
+		{"squatters", "folders and programs of others"},
+		{"listeners", "what listens by default"},
+		{"requests", "malformed requests"},
+		{"slow-clients", "slow and leaving clients"},
+		{"outgoing", "requests to other hosts"},
+		{"tickets", "tickets and registrations"},
+		{"holds", "holds that nobody fetches"},
+		{"servers", "servers that lie"},
+		{"shared-folders", "what lies in a shared folder"},
+		{"models", "model files and configs"},
+		{"tokenizer", "texts for the tokenizer"},
+		{"scarcity", "machines that have little, processes that die"},
+		{"leaks", "what is left after many faults"},
+		{"other-users", "another user"},
+		{"logs", "logs, descriptors and pinned binaries"},
 		{"in-place", "what the trust level in-place permits"},
-		{"own", "what none of these covers"},
+		{"other", "what none of these covers"},
 	}
 }
 
@@ -72,9 +72,9 @@ go run ./verify/attack -sample 90s -seed 7    # as many as there is time for; ma
 *For* names what a probe belongs to:
 
 `, len(probes), plugins, doors)
-	for _, row := range rowNames() {
-		if slices.ContainsFunc(probes, func(p probe) bool { return p.row == row[0] }) {
-			fmt.Fprintf(&b, "- %s: %s\n", row[0], row[1])
+	for _, group := range groupNames() {
+		if slices.ContainsFunc(probes, func(p probe) bool { return p.group == group[0] }) {
+			fmt.Fprintf(&b, "- %s: %s\n", group[0], group[1])
 		}
 	}
 	b.WriteString("\n| probe | for | what it does | open door |\n|---|---|---|---|\n")
@@ -87,7 +87,7 @@ go run ./verify/attack -sample 90s -seed 7    # as many as there is time for; ma
 		if p.waits != "" {
 			does += " (not run yet, it waits for this: " + p.waits + ")"
 		}
-		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", p.id, p.row, does, door)
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", p.id, p.group, does, door)
 	}
 	return b.String()
 }

@@ -19,8 +19,8 @@ import (
 
 // mode is a malicious plugin.
 type mode struct {
-	name, row, does string
-	door            string // settings of the object kvport with which it succeeds; empty: none is tried
+	name, group, does string
+	door              string // settings of the object kvport with which it succeeds; empty: none is tried
 	// shows is the metric by which kvport says that it has noticed what the plugin did; empty: it need not notice anything, and takes
 	// blocks from the plugin.
 	shows string
@@ -44,40 +44,40 @@ const (
 // modes are the malicious plugins.
 func modes() []mode {
 	return []mode{
-		{name: "junk", row: "C2", does: "gives random bytes for every block", shows: damaged},
-		{name: "bit", row: "C2", does: "changes the last bit of the last layer of every block", shows: damaged},
-		{name: "zero", row: "C2", does: "gives zeros, digests included", shows: damaged},
-		{name: "forge", row: "C2", does: "gives random bytes and makes the digests again, without a key", door: withoutKey, shows: unknown},
-		{name: "forge-name", row: "C2", does: "does that and writes the name of the key that has made the right digests before them", shows: damaged},
-		{name: "header", row: "C2", does: "removes the name of the key from digests", shows: damaged},
-		{name: "replay", row: "C2", does: "gives the first block that it was ever given for every other one", shows: damaged},
-		{name: "move", row: "C2", does: "gives each block's right bytes for the block before it", shows: damaged},
-		{name: "layers", row: "C2", does: "exchanges two layers of every block", shows: damaged},
-		{name: "silent", row: "C2", does: "says that it has loaded and writes nothing", shows: damaged},
-		{name: "claim", row: "C2", does: "says that it has every block", shows: damaged},
-		{name: "many", row: "own", does: "says that it has more blocks than it was asked about", shows: violations},
-		{name: "negative", row: "own", does: "says that it has fewer than no blocks", shows: violations},
-		{name: "elsewhere", row: "own", does: "names blocks in its answers that it was not asked for", shows: failed},
-		{name: "late", row: "C2", does: "goes on writing into blocks for seconds after it has answered"},
-		{name: "everywhere", row: "C2", does: "writes random bytes to all memory that the host shares with it, for seconds"},
-		{name: "files", row: "C4", does: "reads keys and other secrets, directly, through links and through /proc, and writes files of others", door: withoutSandbox},
-		{name: "variables", row: "C4", does: "asks by its manifest for environment variables with credentials", door: withoutSandbox},
-		{name: "memory", row: "C4", does: "writes the KV cache through /proc, reads the engine's memory, environment and descriptors, and traces it", door: withoutSandbox},
-		{name: "signals", row: "C4", does: "sends signals to the engine, lowers its priority and its limits", door: withoutSandbox},
-		{name: "programs", row: "C4", does: "starts a shell, and a program that it has written", door: withoutSandbox},
-		{name: "leave", row: "C4", does: "leaves processes behind in a session of their own", door: withoutSandbox},
-		{name: "tcp", row: "C4", does: "connects and listens over TCP", door: withoutSandbox},
-		{name: "mptcp", row: "C4", does: "connects and listens over MPTCP", door: withoutSandbox},
-		{name: "udp", row: "C4", does: "sends and listens over UDP", door: withoutSandbox},
-		{name: "unix", row: "C4", does: "connects to sockets of others, with a path and without one", door: withoutSandbox},
-		{name: "privileges", row: "C4", does: "uses capabilities, namespaces, io_uring, System V memory and the kernel's key rings", door: withoutSandbox},
-		{name: "pages", row: "C4", does: "takes pages out of memory that it shares with the host, and shortens it", door: withoutSandbox},
-		{name: "core", row: "C4", does: "asks for a core dump", door: withoutSandbox},
-		{name: "fence", row: "H6", does: "hides the fence, by which the host knows that its processes are gone, in a message and in a child, and dies", shows: restarted, kills: true},
-		{name: "die", row: "T10", does: "dies in every load", shows: restarted, kills: true},
-		{name: "hang", row: "T10", does: "stops itself in every load", shows: restarted, kills: true},
-		{name: "flood", row: "T13", does: "floods the log with control characters and forged lines, some as JSON"},
-		{name: "bomb", row: "T13", does: "takes all descriptors, 200 threads and 256 MB"},
+		{name: "junk", group: "digests", does: "gives random bytes for every block", shows: damaged},
+		{name: "bit", group: "digests", does: "changes the last bit of the last layer of every block", shows: damaged},
+		{name: "zero", group: "digests", does: "gives zeros, digests included", shows: damaged},
+		{name: "forge", group: "digests", does: "gives random bytes and makes the digests again, without a key", door: withoutKey, shows: unknown},
+		{name: "forge-name", group: "digests", does: "does that and writes the name of the key that has made the right digests before them", shows: damaged},
+		{name: "header", group: "digests", does: "removes the name of the key from digests", shows: damaged},
+		{name: "replay", group: "digests", does: "gives the first block that it was ever given for every other one", shows: damaged},
+		{name: "move", group: "digests", does: "gives each block's right bytes for the block before it", shows: damaged},
+		{name: "layers", group: "digests", does: "exchanges two layers of every block", shows: damaged},
+		{name: "silent", group: "digests", does: "says that it has loaded and writes nothing", shows: damaged},
+		{name: "claim", group: "digests", does: "says that it has every block", shows: damaged},
+		{name: "many", group: "other", does: "says that it has more blocks than it was asked about", shows: violations},
+		{name: "negative", group: "other", does: "says that it has fewer than no blocks", shows: violations},
+		{name: "elsewhere", group: "other", does: "names blocks in its answers that it was not asked for", shows: failed},
+		{name: "late", group: "digests", does: "goes on writing into blocks for seconds after it has answered"},
+		{name: "everywhere", group: "digests", does: "writes random bytes to all memory that the host shares with it, for seconds"},
+		{name: "files", group: "plugins", does: "reads keys and other secrets, directly, through links and through /proc, and writes files of others", door: withoutSandbox},
+		{name: "variables", group: "plugins", does: "asks by its manifest for environment variables with credentials", door: withoutSandbox},
+		{name: "memory", group: "plugins", does: "writes the KV cache through /proc, reads the engine's memory, environment and descriptors, and traces it", door: withoutSandbox},
+		{name: "signals", group: "plugins", does: "sends signals to the engine, lowers its priority and its limits", door: withoutSandbox},
+		{name: "programs", group: "plugins", does: "starts a shell, and a program that it has written", door: withoutSandbox},
+		{name: "leave", group: "plugins", does: "leaves processes behind in a session of their own", door: withoutSandbox},
+		{name: "tcp", group: "plugins", does: "connects and listens over TCP", door: withoutSandbox},
+		{name: "mptcp", group: "plugins", does: "connects and listens over MPTCP", door: withoutSandbox},
+		{name: "udp", group: "plugins", does: "sends and listens over UDP", door: withoutSandbox},
+		{name: "unix", group: "plugins", does: "connects to sockets of others, with a path and without one", door: withoutSandbox},
+		{name: "privileges", group: "plugins", does: "uses capabilities, namespaces, io_uring, System V memory and the kernel's key rings", door: withoutSandbox},
+		{name: "pages", group: "plugins", does: "takes pages out of memory that it shares with the host, and shortens it", door: withoutSandbox},
+		{name: "core", group: "plugins", does: "asks for a core dump", door: withoutSandbox},
+		{name: "fence", group: "survivors", does: "hides the fence, by which the host knows that its processes are gone, in a message and in a child, and dies", shows: restarted, kills: true},
+		{name: "die", group: "scarcity", does: "dies in every load", shows: restarted, kills: true},
+		{name: "hang", group: "scarcity", does: "stops itself in every load", shows: restarted, kills: true},
+		{name: "flood", group: "logs", does: "floods the log with control characters and forged lines, some as JSON"},
+		{name: "bomb", group: "logs", does: "takes all descriptors, 200 threads and 256 MB"},
 	}
 }
 
@@ -85,7 +85,7 @@ func modes() []mode {
 func pluginProbes() []probe {
 	var out []probe
 	for _, m := range modes() {
-		p := probe{id: "plugin/" + m.name, row: m.row, does: "is a plugin that " + m.does, cost: 15}
+		p := probe{id: "plugin/" + m.name, group: m.group, does: "is a plugin that " + m.does, cost: 15}
 		if m.door != "" {
 			p.door, p.cost = m.door, 22
 		}

@@ -28,19 +28,19 @@ import (
 // routerProbes are for a router's clients, for its instances, and for whoever would be one.
 func routerProbes() []probe {
 	return []probe{
-		{id: "router/ssrf-params", row: "T3", does: "names addresses in kv_transfer_params and in the id of a request, so that engines connect there", run: ssrfParams},
-		{id: "router/ssrf-paths", row: "T3", does: "asks a router for other hosts: absolute URLs, CONNECT, paths with two slashes or dots", run: ssrfPaths},
-		{id: "router/headers", row: "own", does: "sends hop-by-hop headers, and a key, which are for the router alone; is an instance that sends clients a header for the router", run: hopHeaders},
-		{id: "router/large-answers", row: "M10", does: "is an instance that gives 20 answers of 60 MB at a time", cost: 20, run: largeAnswers},
-		{id: "router/endless-event", row: "own", does: "is an instance whose stream is one line without an end", cost: 10, run: endlessEvent},
-		{id: "router/endless-header", row: "own", does: "is an instance that answers with endless headers, endless early hints, or garbage", cost: 10, run: endlessHeader},
-		{id: "router/compressed", row: "own", does: "is an instance that answers with a gzip bomb", run: gzipBomb},
-		{id: "router/redirects", row: "M10", does: "is an instance that redirects clients to another machine", run: redirects},
-		{id: "router/endless-health", row: "own", does: "is an instance whose /health is endless, or lies about its limits", cost: 10, run: endlessHealth},
-		{id: "router/sessions", row: "own", does: "uses 4,000 sessions and prompts, to make a router's memory grow", cost: 15, run: manySessions},
-		{id: "router/register-unsigned", row: "T4", does: "registers an instance without a signature, with a wrong one and with another deployment's key", run: unsignedRegistration},
-		{id: "router/register-replay", row: "T4", does: "copies an engine's registration from the wire, and sends it again when the engine has left", cost: 10, run: replayedRegistration},
-		{id: "router/register-clock", row: "M11", does: "registers an engine whose clock is an hour ahead, and then right", run: clockJump},
+		{id: "router/ssrf-params", group: "outgoing", does: "names addresses in kv_transfer_params and in the id of a request, so that engines connect there", run: ssrfParams},
+		{id: "router/ssrf-paths", group: "outgoing", does: "asks a router for other hosts: absolute URLs, CONNECT, paths with two slashes or dots", run: ssrfPaths},
+		{id: "router/headers", group: "other", does: "sends hop-by-hop headers, and a key, which are for the router alone; is an instance that sends clients a header for the router", run: hopHeaders},
+		{id: "router/large-answers", group: "router-memory", does: "is an instance that gives 20 answers of 60 MB at a time", cost: 20, run: largeAnswers},
+		{id: "router/endless-event", group: "other", does: "is an instance whose stream is one line without an end", cost: 10, run: endlessEvent},
+		{id: "router/endless-header", group: "other", does: "is an instance that answers with endless headers, endless early hints, or garbage", cost: 10, run: endlessHeader},
+		{id: "router/compressed", group: "other", does: "is an instance that answers with a gzip bomb", run: gzipBomb},
+		{id: "router/redirects", group: "router-memory", does: "is an instance that redirects clients to another machine", run: redirects},
+		{id: "router/endless-health", group: "other", does: "is an instance whose /health is endless, or lies about its limits", cost: 10, run: endlessHealth},
+		{id: "router/sessions", group: "other", does: "uses 4,000 sessions and prompts, to make a router's memory grow", cost: 15, run: manySessions},
+		{id: "router/register-unsigned", group: "tickets", does: "registers an instance without a signature, with a wrong one and with another deployment's key", run: unsignedRegistration},
+		{id: "router/register-replay", group: "tickets", does: "copies an engine's registration from the wire, and sends it again when the engine has left", cost: 10, run: replayedRegistration},
+		{id: "router/register-clock", group: "clocks", does: "registers an engine whose clock is an hour ahead, and then right", run: clockJump},
 	}
 }
 

@@ -19,16 +19,16 @@ import (
 // serverProbes are for servers that lie.
 func serverProbes() []probe {
 	out := []probe{
-		{id: "server/lmcache-elsewhere", row: "L13", does: "has an engine use an lm:// server on another machine without a shared key, and over plain text that nobody permits", door: withoutKey, run: elsewhere},
-		{id: "server/tls-client", row: "own", does: "is a server whose certificate nobody knows, and one that speaks plain text where TLS is asked for", run: badTLS},
+		{id: "server/lmcache-elsewhere", group: "squatters", does: "has an engine use an lm:// server on another machine without a shared key, and over plain text that nobody permits", door: withoutKey, run: elsewhere},
+		{id: "server/tls-client", group: "other", does: "is a server whose certificate nobody knows, and one that speaks plain text where TLS is asked for", run: badTLS},
 	}
 	for _, lie := range redisLies() {
-		out = append(out, probe{id: "server/redis-" + lie.name, row: "T6", does: "is a Redis server that " + lie.does, cost: 10, run: func(ctx context.Context, r *rig, _ bool) (string, error) {
+		out = append(out, probe{id: "server/redis-" + lie.name, group: "servers", does: "is a Redis server that " + lie.does, cost: 10, run: func(ctx context.Context, r *rig, _ bool) (string, error) {
 			return lyingServer(ctx, r, "remote", lie)
 		}})
 	}
 	for _, lie := range lmLies() {
-		out = append(out, probe{id: "server/lm-" + lie.name, row: "T6", does: "is an lm:// server that " + lie.does, cost: 10, run: func(ctx context.Context, r *rig, _ bool) (string, error) {
+		out = append(out, probe{id: "server/lm-" + lie.name, group: "servers", does: "is an lm:// server that " + lie.does, cost: 10, run: func(ctx context.Context, r *rig, _ bool) (string, error) {
 			return lyingServer(ctx, r, "lmcache", lie)
 		}})
 	}

@@ -23,12 +23,12 @@ import (
 // storeProbes are for somebody else who can write a shared folder.
 func storeProbes() []probe {
 	out := []probe{
-		{id: "store/poison", row: "C2", does: "runs engines with another key and without one, changes a bit of the KV that they store, and puts their blocks in the place of a victim's, half of them under the name of the victim's key", cost: 15, run: poison},
-		{id: "store/other-block", row: "C2", does: "puts one block of the victim's in the place of another", cost: 10, run: otherBlock},
-		{id: "store/leave-shared", row: "T7", does: "deletes, empties and fills the shared folder while an engine uses it", cost: 10, run: churnStore},
+		{id: "store/poison", group: "digests", does: "runs engines with another key and without one, changes a bit of the KV that they store, and puts their blocks in the place of a victim's, half of them under the name of the victim's key", cost: 15, run: poison},
+		{id: "store/other-block", group: "digests", does: "puts one block of the victim's in the place of another", cost: 10, run: otherBlock},
+		{id: "store/leave-shared", group: "shared-folders", does: "deletes, empties and fills the shared folder while an engine uses it", cost: 10, run: churnStore},
 	}
 	for _, kind := range oddFiles() {
-		out = append(out, probe{id: "store/" + kind.name, row: "T7", does: "puts " + kind.what + " where blocks are", cost: 10, run: func(ctx context.Context, r *rig, _ bool) (string, error) {
+		out = append(out, probe{id: "store/" + kind.name, group: "shared-folders", does: "puts " + kind.what + " where blocks are", cost: 10, run: func(ctx context.Context, r *rig, _ bool) (string, error) {
 			return oddFile(ctx, r, kind.put)
 		}})
 	}

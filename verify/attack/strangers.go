@@ -23,14 +23,14 @@ import (
 // strangerProbes are for another user of the machine, who has no key.
 func strangerProbes() []probe {
 	return []probe{
-		{id: "stranger/looks", row: "T12", does: "as another user reads and writes what engines, plugins and their folders have open, started with umask 0", door: "files that others may read", cost: 8, run: looks},
-		{id: "stranger/subscribes", row: "C3", does: "as another user runs an engine that subscribes to each connector that has a port, with a key of its own", door: "the key in the stranger's hands", cost: 40, run: subscribes},
-		{id: "stranger/half-links", row: "C3", does: "as another user opens 400 connections to each port of a plugin, says half a word and leaves", cost: 30, run: halfLinks},
-		{id: "stranger/silent-links", row: "C3", does: "opens 300 silent connections to each port of a plugin, and a consumer starts again", cost: 30, run: silentLinks},
-		{id: "stranger/noise", row: "C1", does: "as another user sends random bytes, and UCX's frame that writes memory, to every port of every plugin", cost: 40, run: noisy},
-		{id: "stranger/ports", row: "C1", does: "looks for ports of plugins that speak to anybody", door: "ucx_tcp", cost: 30, run: openPorts},
-		{id: "stranger/keys", row: "T12", does: "as another user reads the keys that engines of this user share", door: "files that others may read", run: readsKeys},
-		{id: "stranger/command-lines", row: "own", does: "as another user reads the command lines of engines and plugins", run: commandLines},
+		{id: "stranger/looks", group: "other-users", does: "as another user reads and writes what engines, plugins and their folders have open, started with umask 0", door: "files that others may read", cost: 8, run: looks},
+		{id: "stranger/subscribes", group: "loopback", does: "as another user runs an engine that subscribes to each connector that has a port, with a key of its own", door: "the key in the stranger's hands", cost: 40, run: subscribes},
+		{id: "stranger/half-links", group: "loopback", does: "as another user opens 400 connections to each port of a plugin, says half a word and leaves", cost: 30, run: halfLinks},
+		{id: "stranger/silent-links", group: "loopback", does: "opens 300 silent connections to each port of a plugin, and a consumer starts again", cost: 30, run: silentLinks},
+		{id: "stranger/noise", group: "ports", does: "as another user sends random bytes, and UCX's frame that writes memory, to every port of every plugin", cost: 40, run: noisy},
+		{id: "stranger/ports", group: "ports", does: "looks for ports of plugins that speak to anybody", door: "ucx_tcp", cost: 30, run: openPorts},
+		{id: "stranger/keys", group: "other-users", does: "as another user reads the keys that engines of this user share", door: "files that others may read", run: readsKeys},
+		{id: "stranger/command-lines", group: "other", does: "as another user reads the command lines of engines and plugins", run: commandLines},
 	}
 }
 

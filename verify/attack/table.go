@@ -11,7 +11,7 @@ import (
 // probe is one attack.
 type probe struct {
 	id    string
-	row   string // of the security review: a finding, such as C1, a row of its table of attacks, such as T3, or "own"
+	group string // what it is against, as groupNames has it
 	does  string // what it does, in a sentence
 	door  string // a config that permits it, with which it must not hold; empty: none is tried
 	waits string // what kvport does not do yet, for which the probe waits; empty: it is run

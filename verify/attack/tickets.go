@@ -17,11 +17,11 @@ import (
 // ticketProbes are for clients that have got hold of a ticket.
 func ticketProbes() []probe {
 	return []probe{
-		{id: "ticket/tampered", row: "T4", does: "changes bits and lengths of tickets, and sends them with a prompt", cost: 10, run: tampered},
-		{id: "ticket/replayed", row: "T4", does: "uses a ticket three times, and one with another prompt", cost: 10, run: replayed},
-		{id: "ticket/other-deployment", row: "T4", does: "uses a ticket that another deployment has signed", cost: 10, run: otherDeployment},
-		{id: "ticket/stolen", row: "T4", does: "shows a stolen ticket to an engine that runs with other weights", cost: 10, run: stolen},
-		{id: "ticket/odd", row: "own", does: "sends tickets that are empty, endless or no base64", run: oddTickets},
+		{id: "ticket/tampered", group: "tickets", does: "changes bits and lengths of tickets, and sends them with a prompt", cost: 10, run: tampered},
+		{id: "ticket/replayed", group: "tickets", does: "uses a ticket three times, and one with another prompt", cost: 10, run: replayed},
+		{id: "ticket/other-deployment", group: "tickets", does: "uses a ticket that another deployment has signed", cost: 10, run: otherDeployment},
+		{id: "ticket/stolen", group: "tickets", does: "shows a stolen ticket to an engine that runs with other weights", cost: 10, run: stolen},
+		{id: "ticket/odd", group: "other", does: "sends tickets that are empty, endless or no base64", run: oddTickets},
 	}
 }
 
