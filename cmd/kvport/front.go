@@ -247,7 +247,7 @@ func (t *front) withKey(next http.Handler) http.Handler {
 		}
 		if !open && !known {
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			refuse(w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+			refuse(w, http.StatusUnauthorized, "invalid_api_key", apikeys.WantKey)
 			return
 		}
 		next.ServeHTTP(w, r)

@@ -14,7 +14,7 @@ import (
 type strangers struct {
 	refused prometheus.Counter
 	log     *slog.Logger
-	seldom  apikeys.Seldom
+	limiter apikeys.LogLimiter
 }
 
 func newStrangers() *strangers {
@@ -28,7 +28,7 @@ func (s *strangers) came(r *http.Request) {
 	const longest = 100 // bytes of a path
 	s.refused.Inc()
 	remote, path := r.RemoteAddr, r.URL.Path[:min(len(r.URL.Path), longest)]
-	s.seldom.Came(func(n int) {
+	s.limiter.Event(func(n int) {
 		s.log.Warn("requests came without a valid API key", "requests", n, "remote", remote, "path", path)
 	})
 }

@@ -77,6 +77,9 @@ func (k *Keys) Find(authorization string) *Key {
 	return &k.list[found]
 }
 
+// WantKey says why a client is not served at all.
+const WantKey = "the Authorization header has no valid API key: want Bearer KEY"
+
 // WantMetrics says why a client gets no metrics.
 const WantMetrics = "/metrics is about all tenants, and only for clients whose line in the file of API keys says metrics, admin or router"
 

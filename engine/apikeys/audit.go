@@ -31,7 +31,7 @@ func ResultOf(err error) string {
 // shall not fill the log nor hide what others try.
 type Refusals struct {
 	mu sync.Mutex
-	of map[string]*Seldom // by the names of clients
+	of map[string]*LogLimiter // by the names of clients
 }
 
 // Log keeps one. Its line says how many it stands for, as refused.
@@ -40,54 +40,55 @@ func (f *Refusals) Log(log *slog.Logger, act Act) {
 	its := f.of[act.Key]
 	if its == nil {
 		if f.of == nil {
-			f.of = map[string]*Seldom{}
+			f.of = map[string]*LogLimiter{}
 		}
-		its = &Seldom{}
+		its = &LogLimiter{}
 		f.of[act.Key] = its
 	}
 	f.mu.Unlock()
-	its.Came(func(n int) { act.Log(log, "refused", n) })
+	its.Event(func(n int) { act.Log(log, "refused", n) })
 }
 
-// Pause is how long what a Seldom has told stands for what comes after it.
-const Pause = 10 * time.Second
+// LogInterval is the time between two lines of a LogLimiter.
+const LogInterval = 10 * time.Second
 
-// Seldom writes down what somebody can cause as often as they like: at once, and after that once in a Pause, the last one too.
-type Seldom struct {
-	mu     sync.Mutex
-	last   time.Time // when it told something
-	untold int
-	tell   func(n int) // of the newest that is not told
-	later  bool        // there is a timer
+// LogLimiter limits how often a log has what somebody can cause as often as they like: at once, and after that once in a LogInterval,
+// the last one included. The zero value is ready to use.
+type LogLimiter struct {
+	mu        sync.Mutex
+	last      time.Time   // of a line
+	unwritten int         // events that no line stands for
+	write     func(n int) // of the newest of them
+	waits     bool        // there is a timer
 }
 
-// Came takes note of one, which tell writes down together with others that were not told yet, n in all, unless a newer one's does.
-func (s *Seldom) Came(tell func(n int)) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.untold++
-	s.tell = tell
-	wait := Pause - time.Since(s.last)
+// Event counts one. Its write is called, at once or later, with the number of events that the line stands for, unless a newer event's
+// is called instead.
+func (l *LogLimiter) Event(write func(n int)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unwritten++
+	l.write = write
+	wait := LogInterval - time.Since(l.last)
 	switch {
 	case wait <= 0:
-		s.tellLocked()
-	case !s.later: // if nobody comes any more, these would not be told
-		s.later = true
-		time.AfterFunc(wait, s.rest)
+		l.writeLocked()
+	case !l.waits: // no further event may come
+		l.waits = true
+		time.AfterFunc(wait, l.writeRest)
 	}
 }
 
-// rest tells what has come since.
-func (s *Seldom) rest() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.later = false
-	if s.untold > 0 {
-		s.tellLocked()
+func (l *LogLimiter) writeRest() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.waits = false
+	if l.unwritten > 0 {
+		l.writeLocked()
 	}
 }
 
-func (s *Seldom) tellLocked() {
-	s.tell(s.untold)
-	s.last, s.untold, s.tell = time.Now(), 0, nil
+func (l *LogLimiter) writeLocked() {
+	l.write(l.unwritten)
+	l.last, l.unwritten, l.write = time.Now(), 0, nil
 }

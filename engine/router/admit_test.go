@@ -263,15 +263,15 @@ func TestClientOf(t *testing.T) {
 
 func TestEstimate(t *testing.T) {
 	for text, want := range map[string][2]int{
-		`{}`:                                    {0, assumedTokens},
-		`{"prompt":"twelve bytes"}`:             {3, assumedTokens},
+		`{}`:                                    {0, admission.AssumedTokens},
+		`{"prompt":"twelve bytes"}`:             {3, admission.AssumedTokens},
 		`{"prompt":[1, 2,3],"max_tokens":7}`:    {3, 7},
 		`{"prompt":[[1,2],[3]],"max_tokens":7}`: {3, 7},
-		`{"messages":[{"role":"user","content":"abcdefgh"}],"n":2}`:  {9, 2 * assumedTokens},
+		`{"messages":[{"role":"user","content":"abcdefgh"}],"n":2}`:  {9, 2 * admission.AssumedTokens},
 		`{"prompt":"abcd","max_tokens":1,"max_completion_tokens":5}`: {1, 5},
-		`{"prompt":"abcd","max_tokens":-1,"n":0}`:                    {1, assumedTokens},
+		`{"prompt":"abcd","max_tokens":-1,"n":0}`:                    {1, admission.AssumedTokens},
 		`{"prompt":"abcd","max_tokens":999999999999999}`:             {1, maxEstimate},
-		`{"prompt":null,"max_tokens":"x"}`:                           {1, assumedTokens},
+		`{"prompt":null,"max_tokens":"x"}`:                           {1, admission.AssumedTokens},
 	} {
 		f, err := parse([]byte(text))
 		require.NoError(t, err)

@@ -130,7 +130,7 @@ func (c *call) keptNothing(params json.RawMessage) bool {
 // giveUp answers when no instance did: with the last refusal if there was one.
 func (c *call) giveUp(ctx context.Context, last *answer) outcome {
 	c.cost.unserved = ctx.Err() == nil
-	c.untell(http.StatusBadGateway)
+	c.withdrawRoute(http.StatusBadGateway)
 	switch {
 	case ctx.Err() != nil:
 		return c.abandon(ctx)
@@ -176,7 +176,7 @@ func (c *call) abandon(ctx context.Context) outcome {
 func (c *call) reply(a *answer) outcome {
 	c.awaitClient(c.router.config.WriteTimeout)
 	copyHeader(c.w.Header(), a.header)
-	c.untell(a.status)
+	c.withdrawRoute(a.status)
 	c.w.WriteHeader(a.status)
 	_, _ = c.w.Write(a.body) // a client that left needs no answer
 	c.router.metrics.ttft.Observe(time.Since(c.started).Seconds())

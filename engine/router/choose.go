@@ -257,9 +257,9 @@ func (c *call) tell(ctx context.Context, at *route) {
 	}
 }
 
-// untell takes the header back from an answer by which an instance refuses a client, if it is instances that ask for keys: the client
-// may have none.
-func (c *call) untell(status int) {
+// withdrawRoute takes routeHeader out of an answer by which an instance refuses a client, if it is the instances that ask for keys: the
+// client may have none.
+func (c *call) withdrawRoute(status int) {
 	if status >= http.StatusBadRequest && c.router.config.passesKeys() {
 		c.w.Header().Del(routeHeader)
 	}

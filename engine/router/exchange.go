@@ -100,7 +100,7 @@ func (x *exchange) begin() {
 	x.begun = true
 	x.router.pool.released(x.d)
 	copyHeader(x.w.Header(), x.resp.Header)
-	x.untell(x.resp.StatusCode)
+	x.withdrawRoute(x.resp.StatusCode)
 	x.w.WriteHeader(x.resp.StatusCode)
 	x.router.metrics.ttft.Observe(time.Since(x.started).Seconds())
 }

@@ -215,7 +215,7 @@ func TestRegistrationsAreAudited(t *testing.T) {
 		want = append(want, unsigned+"1",
 			`key=key remote=192.0.2.1:1234 result="json: cannot unmarshal array into Go value of type register.Message" refused=1`)
 		require.Equal(t, want, audited(&log))
-		<-time.After(apikeys.Pause)
+		<-time.After(apikeys.LogInterval)
 		synctest.Wait()
 		require.Equal(t, append(want, unsigned+"2"), audited(&log), "though nobody came")
 	})

@@ -377,7 +377,7 @@ func (r *Router) admit(c *call, req *http.Request) outcome {
 	var known bool
 	c.key, known = r.keyOf(req)
 	if !known { // any more
-		refuse(c.w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+		refuse(c.w, http.StatusUnauthorized, "invalid_api_key", apikeys.WantKey)
 		return clientError
 	}
 	client, limits := r.clientOf(req, c.key)
@@ -498,7 +498,7 @@ func (r *Router) watched(next http.Handler) http.HandlerFunc {
 	return func(w http.ResponseWriter, req *http.Request) {
 		switch k, known := r.keyOf(req); {
 		case !known: // any more
-			refuse(w, http.StatusUnauthorized, "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY")
+			refuse(w, http.StatusUnauthorized, "invalid_api_key", apikeys.WantKey)
 		case !k.Watches():
 			refuse(w, http.StatusForbidden, "metrics_key_required", apikeys.WantMetrics)
 		default:

@@ -5,13 +5,14 @@ import (
 	"encoding/json"
 	"regexp"
 	"strconv"
+
+	"github.com/kvport/kvport/engine/router/admission"
 )
 
-// What is assumed of a request that does not say how long its answer may be, and of its text.
+// What is assumed of the text of a request, and the highest number that is believed.
 const (
-	assumedTokens = 256
-	bytesOfToken  = 4
-	maxEstimate   = 1 << 20 // tokens
+	bytesOfToken = 4
+	maxEstimate  = 1 << 20 // tokens
 )
 
 // estimate is about how many tokens a request costs: those of its prompts and those of its answers.
@@ -24,7 +25,7 @@ func (f fields) estimate() (prompt, answer int) {
 	if inner := bytes.TrimLeft(text, "[ \t\r\n"); len(inner) > 0 && inner[0] >= '0' && inner[0] <= '9' {
 		prompt = 1 + bytes.Count(text, []byte(",")) // token ids
 	}
-	answer = assumedTokens
+	answer = admission.AssumedTokens
 	for _, name := range []string{"max_tokens", "max_completion_tokens"} {
 		if n, is := f.positive(name); is {
 			answer = n

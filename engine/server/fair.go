@@ -42,7 +42,7 @@ func newFairness(seqs, places int, waiting prometheus.Gauge) *fairness {
 	}
 }
 
-// enter takes a place for a request of a client, until leave. The clients of a tenant may have seven eighths of the places that
+// enter takes a place for a request of a client, until leave. The clients of a tenant may have their Share of the places that
 // others leave, since their requests may wait here for long; of fewer than eight, all. Routers may have all, as may clients without a
 // tenant: they may be routers of a deployment whose file has no names.
 func (f *fairness) enter(k *apikeys.Key) (leave func(), err error) {
@@ -57,7 +57,7 @@ func (f *fairness) enter(k *apikeys.Key) (leave func(), err error) {
 	defer f.mu.Unlock()
 	left := f.places - (f.taken - f.each[who])
 	if shares {
-		left -= left / 8
+		left = admission.Share(left)
 	}
 	switch {
 	case f.taken >= f.places:
@@ -147,9 +147,6 @@ func (f *fairness) turn(ctx context.Context, k *apikeys.Key, tokens int) (done f
 	return nil, err
 }
 
-// unsaidTokens is what an answer is estimated at whose request does not say, as in a router.
-const unsaidTokens = 256
-
 // cost estimates how many tokens a prompt and its answer cost. A cache query computes none.
 func (x *exchange) cost(j *job) int {
 	if x.params.query {
@@ -157,7 +154,7 @@ func (x *exchange) cost(j *job) int {
 	}
 	answer := j.request.MaxTokens
 	if x.params.maxTokens == 0 {
-		answer = min(answer, unsaidTokens)
+		answer = min(answer, admission.AssumedTokens)
 	}
 	return len(j.prompt) + answer
 }

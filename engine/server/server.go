@@ -282,7 +282,7 @@ func (s *Server) keyOf(r *http.Request) (*apikeys.Key, error) {
 	if key := s.config.Key(r.Header.Get("Authorization")); key != nil {
 		return key, nil
 	}
-	return nil, &Error{http.StatusUnauthorized, "invalid_request_error", "", "invalid_api_key", "the Authorization header has no valid API key: want Bearer KEY"}
+	return nil, &Error{http.StatusUnauthorized, "invalid_request_error", "", "invalid_api_key", apikeys.WantKey}
 }
 
 // readBody reads a body within its limits of size and time.

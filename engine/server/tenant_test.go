@@ -127,7 +127,7 @@ func TestResetNeedsAnAdmin(t *testing.T) {
 				require.Equal(t, []string{refused + "1"}, audited(key))
 			}
 		}
-		<-time.After(apikeys.Pause)
+		<-time.After(apikeys.LogInterval)
 		synctest.Wait()
 		for _, key := range []string{"alice", "router"} {
 			require.Equal(t, []string{refused + "1", refused + "99"}, audited(key))

@@ -30,7 +30,7 @@ const (
 	QueueTimeout Reason = "queue_timeout"       // the request has waited as long as it may
 	RequestRate  Reason = "requests_per_minute" // the client has used up its requests
 	TokenRate    Reason = "tokens_per_minute"   // the client has used up its tokens
-	Bodies       Reason = "bodies"              // the client would hold more than seven eighths of what others leave
+	Bodies       Reason = "bodies"              // the client would hold more than its Share of what others leave
 )
 
 // RefusedError is the error of a request that is not served.
@@ -43,6 +43,9 @@ type RefusedError struct {
 func (r *RefusedError) Error() string {
 	return fmt.Sprintf("%s: try again after %v", r.Reason, r.After)
 }
+
+// AssumedTokens is how long an answer is taken to be whose request does not say it.
+const AssumedTokens = 256
 
 // maxClients bounds how many clients are told apart. Those that come when there are as many share one name.
 const maxClients = 4096

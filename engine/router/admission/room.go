@@ -1,7 +1,9 @@
 package admission
 
-// Room shares bytes that requests hold while they wait and run. A client may hold seven eighths of what others leave, so
-// that neither it nor a few others can take all. It is not safe for concurrent use.
+// Share is how much one client may hold of what the others leave: seven eighths, so that neither it nor a few others can take all.
+func Share(left int) int { return left - left/8 }
+
+// Room shares bytes that requests hold while they wait and run. A client may hold its Share. It is not safe for concurrent use.
 type Room struct {
 	Bytes int // of all clients together
 
@@ -12,7 +14,7 @@ type Room struct {
 // Take gives a client n bytes, or fails with a *RefusedError.
 func (r *Room) Take(name string, n int) error {
 	mine := r.names[name]
-	if left := r.Bytes - (r.held - mine); mine+n > left-left/8 {
+	if left := r.Bytes - (r.held - mine); mine+n > Share(left) {
 		return &RefusedError{Bodies, shortestAfter}
 	}
 	if r.names == nil {
