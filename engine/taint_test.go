@@ -107,13 +107,12 @@ func TestUnverifiedSharesNothing(t *testing.T) {
 		other.ID = connector.RequestID(fmt.Sprint("other", i))
 		others = append(others, submit(t, d, other))
 	}
-	close(g.open)
+	close(g.open) // the next step looks for blocks that the others can share
 	for _, other := range others {
 		require.Equal(t, want, collect(other).tokens)
 	}
 	cancel()
 	got := collect(running)
-	require.Equal(t, connector.ReasonAbort, got.last.Reason, "it was running all the time")
 	require.Greater(t, len(got.tokens), len(want))
 	require.NotEqual(t, want, got.tokens[:len(want)])
 }
