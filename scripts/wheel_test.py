@@ -35,7 +35,7 @@ def check_contents(wheel):
         for name in ("LICENSE", "go/LICENSE", "github.com/hashicorp/go-plugin/LICENSE"):
             assert metadata.replace("METADATA", f"licenses/{name}") in names, name
         for name in ("kvport", *(f"kvport-{p}" for p in PLUGINS)):
-            assert b".symtab" not in archive.read(f"kvport_vllm/bin/{name}"), f"{name} has a symbol table"
+            assert b".symtab" not in archive.read(f"kvport_agent/bin/{name}"), f"{name} has a symbol table"
 
 
 def check_installed(wheel, folder):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import KvportError
+from kvport_agent.errors import KvportError
 
 log = logging.getLogger("vllm.kvport")
 

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import UnsupportedError
+from kvport_agent.errors import UnsupportedError
+
 from .layout import Group, Segment, View, digest_room, segments_of
 
 log = logging.getLogger("vllm.kvport")
