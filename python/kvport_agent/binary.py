@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigError
@@ -47,17 +48,27 @@ def find_binary() -> str:
     raise ConfigError("no kvport binary: install the wheel that holds it, put kvport on PATH, or set KVPORT_BIN")
 
 
+@dataclass(frozen=True)
+class Checked:
+    """What kvport says of a config: what is wrong, empty if nothing, and what the connector is like."""
+
+    error: str
+    lossy: bool = False  # it may load other bytes than were saved
+    holds: bool = False  # it keeps blocks with their engine, and stores none
+
+
 @functools.lru_cache(maxsize=8)
-def checked(binary: str, text: str) -> tuple[str, bool]:
-    """Let kvport itself check a config: give what is wrong, empty if nothing, and whether the connector may change bytes."""
+def checked(binary: str, text: str) -> Checked:
+    """Let kvport itself check a config, plugin's part included."""
     command = [binary, "agent", "--check", "--kv-transfer-config", text]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s", False
+        return Checked(f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s")
     if done.returncode == 0:
         try:
-            return "", bool(json.loads(done.stdout)["lossy"])
+            said = json.loads(done.stdout)
+            return Checked("", bool(said["lossy"]), "hold" in said.get("capabilities", ()))
         except (ValueError, KeyError, TypeError):
-            return f"{binary} does not say whether the connector may change bytes: is it of another version?", False
-    return (done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}", False
+            return Checked(f"{binary} does not say whether the connector may change bytes: is it of another version?")
+    return Checked((done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}")

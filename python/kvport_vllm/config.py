@@ -112,10 +112,10 @@ def _take_own(inner: dict[str, Any], where: str) -> dict[str, Any]:
 
 def check(config: Config) -> bool:
     """Let kvport itself check the inner config, plugin's part included; say whether the connector may change bytes."""
-    error, lossy = checked(config.binary, config.text)
-    if error:
-        raise ConfigError(f"kv_connector_extra_config: {error}")
-    return lossy
+    said = checked(config.binary, config.text)
+    if said.error:
+        raise ConfigError(f"kv_connector_extra_config: {said.error}")
+    return said.lossy
 
 
 def check_early(outer: Any) -> None:
