@@ -19,7 +19,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "python"
 WHEEL = "kvport_vllm"
-PACKAGES = ("kvport_agent", "kvport_vllm")
+PACKAGES = ("kvport_agent", "kvport_sglang", "kvport_vllm")
 HOME = "kvport_agent"  # of the programs, and of what all packages need
 EPOCH = (2026, 1, 1, 0, 0, 0)  # the same input gives the same wheel
 EXECUTABLE, PLAIN = 0o100755, 0o100644
@@ -96,8 +96,9 @@ def metadata(project):
 
 
 def entry_points(project):
-    """Make entry_points.txt: the commands that pip puts on the PATH."""
-    return "[console_scripts]\n" + "".join(f"{name} = {function}\n" for name, function in project["project"]["scripts"].items())
+    """Make entry_points.txt: the commands that pip puts on the PATH, and what other programs find."""
+    groups = {"console_scripts": project["project"]["scripts"], **project["project"].get("entry-points", {})}
+    return "".join(f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in entries.items()) for group, entries in groups.items())
 
 
 def record_line(name, data):
