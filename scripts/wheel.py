@@ -1,4 +1,4 @@
-"""Writes dist/kvport_vllm-*.whl: the Python package, kvport and every plugin, stripped, for this platform.
+"""Writes dist/kvport_vllm-*.whl: the Python packages, kvport and every plugin, stripped, for this platform.
 
 Run through `make wheel`. Only the standard library is used: a wheel is a zip file with a few more files in it,
 and no build backend would put our binaries there. The wheel's tag names the oldest glibc that the binaries can
@@ -18,7 +18,9 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "python"
-PACKAGE = "kvport_vllm"
+WHEEL = "kvport_vllm"
+PACKAGES = ("kvport_agent", "kvport_sglang", "kvport_vllm")
+HOME = "kvport_agent"  # of the programs, and of what all packages need
 EPOCH = (2026, 1, 1, 0, 0, 0)  # the same input gives the same wheel
 EXECUTABLE, PLAIN = 0o100755, 0o100644
 
@@ -72,14 +74,13 @@ def licences():
 
 def members(project, built):
     """List what the wheel holds: name inside, file, mode."""
-    package = SOURCE / PACKAGE
-    for path in sorted(package.rglob("*")):
+    for path in sorted(path for package in PACKAGES for path in (SOURCE / package).rglob("*")):
         if path.is_file() and (path.suffix == ".py" or path.name == "py.typed"):
             yield path.relative_to(SOURCE).as_posix(), path, PLAIN
     descriptors = (SOURCE / project["tool"]["kvport"]["descriptors"]).resolve()
-    yield f"{PACKAGE}/{descriptors.name}", descriptors, PLAIN
+    yield f"{HOME}/{descriptors.name}", descriptors, PLAIN
     for path in built:
-        yield f"{PACKAGE}/bin/{path.name}", path, EXECUTABLE
+        yield f"{HOME}/bin/{path.name}", path, EXECUTABLE
 
 
 def metadata(project):
@@ -95,8 +96,9 @@ def metadata(project):
 
 
 def entry_points(project):
-    """Make entry_points.txt: the commands that pip puts on the PATH."""
-    return "[console_scripts]\n" + "".join(f"{name} = {function}\n" for name, function in project["project"]["scripts"].items())
+    """Make entry_points.txt: the commands that pip puts on the PATH, and what other programs find."""
+    groups = {"console_scripts": project["project"]["scripts"], **project["project"].get("entry-points", {})}
+    return "".join(f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in entries.items()) for group, entries in groups.items())
 
 
 def record_line(name, data):
@@ -112,8 +114,8 @@ def build(out):
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     built = build_programs(f"{version}+{commit}" if commit else version, out / "bin")
     tag = f"py3-none-manylinux_2_{glibc(built)}_{platform.machine()}"
-    info = f"{PACKAGE}-{version}.dist-info"
-    target = out / f"{PACKAGE}-{version}-{tag}.whl"
+    info = f"{WHEEL}-{version}.dist-info"
+    target = out / f"{WHEEL}-{version}-{tag}.whl"
     record = ""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as wheel:
         def add(name, data, mode):

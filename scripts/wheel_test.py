@@ -34,8 +34,12 @@ def check_contents(wheel):
         assert "nixl" in fields.get_all("Provides-Extra"), fields
         for name in ("LICENSE", "go/LICENSE", "github.com/hashicorp/go-plugin/LICENSE"):
             assert metadata.replace("METADATA", f"licenses/{name}") in names, name
+        for package in ("kvport_agent", "kvport_sglang", "kvport_vllm"):
+            assert f"{package}/__init__.py" in names, package
+        entries = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+        assert "[sglang.srt.plugins]\nkvport = kvport_sglang.early:register\n" in entries, entries
         for name in ("kvport", *(f"kvport-{p}" for p in PLUGINS)):
-            assert b".symtab" not in archive.read(f"kvport_vllm/bin/{name}"), f"{name} has a symbol table"
+            assert b".symtab" not in archive.read(f"kvport_agent/bin/{name}"), f"{name} has a symbol table"
 
 
 def check_installed(wheel, folder):

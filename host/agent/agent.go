@@ -13,6 +13,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"maps"
@@ -50,6 +51,7 @@ type limits struct {
 	write  time.Duration // without any progress
 	finish time.Duration // a holder's ticket
 	reset  time.Duration
+	pages  time.Duration // a put or get of pages, at most
 	tick   time.Duration // between looks at the connector's state
 	stats  time.Duration // between counters to the scheduler
 	drain  time.Duration // at the end
@@ -61,7 +63,7 @@ type limits struct {
 func defaultLimits() limits {
 	return limits{
 		attach: 10 * time.Second, alone: 30 * time.Second, write: time.Minute, finish: time.Second,
-		reset: 30 * time.Second, tick: 100 * time.Millisecond, stats: time.Second, drain: 10 * time.Second,
+		reset: 30 * time.Second, pages: 10 * time.Minute, tick: 100 * time.Millisecond, stats: time.Second, drain: 10 * time.Second,
 		queue: 64 << 20, conns: 1 << 12, uid: os.Getuid(),
 	}
 }
@@ -73,6 +75,7 @@ type server struct {
 	log    *slog.Logger
 	life   uint64
 	ledger *ledger
+	pages  *pageMetrics // nil until an engine comes that stores pages
 	stop   context.CancelCauseFunc
 
 	mu        sync.Mutex // guards all below; no call that waits is made under it
@@ -84,7 +87,7 @@ type server struct {
 	seats     map[int]*seat // by rank
 	version   uint64        // of seats and of who steps
 	settled   uint64        // the version that the keeper has dealt with
-	retired   []*host.Region
+	retired   []io.Closer
 	session   *session     // nil while the connector is not open
 	used      bool         // the scheduler has said something that the session keeps
 	waiting   []*conn      // schedulers whose answer waits for the keeper
@@ -229,7 +232,7 @@ func (s *server) leave(c *conn) (who string) {
 
 // empty takes a rank's seat away. The caller holds mu.
 func (s *server) empty(rank int) {
-	s.retired = append(s.retired, s.seats[rank].attach.region)
+	s.retired = append(s.retired, s.seats[rank].attach.memory)
 	delete(s.seats, rank)
 	s.change()
 }
@@ -313,7 +316,7 @@ func (s *server) disperse() {
 	s.mu.Lock()
 	retired := s.retired
 	for _, seat := range s.seats {
-		retired = append(retired, seat.attach.region)
+		retired = append(retired, seat.attach.memory)
 	}
 	s.retired, s.seats = nil, map[int]*seat{}
 	for _, g := range s.processes {
@@ -344,9 +347,11 @@ type rankAttach struct {
 	shapeText    string
 	layout       connector.Layout // with digests
 	region       *host.Region
+	memory       io.Closer // the region, and what uses it
 	engine       string
 	hashes       string
-	events       bool // of blocks are wanted
+	events       bool       // of blocks are wanted
+	pages        *pageStore // nil: it is a rank
 }
 
 // maxSocketPath is the longest path of a unix socket in bytes.

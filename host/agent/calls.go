@@ -54,12 +54,20 @@ var errLeft = errors.New("detached")
 // handle serves one call. An error ends the connection.
 func (s *server) handle(c *conn, call *kvportv1.AgentCall, file *os.File, first bool) error {
 	attach, isAttach := call.GetCall().(*kvportv1.AgentCall_Attach)
-	if first != isAttach {
+	pages, storesPages := call.GetCall().(*kvportv1.AgentCall_AttachPages)
+	if first != (isAttach || storesPages) {
 		closeFile(file)
 		return fmt.Errorf("attach is the first call of a connection, and only the first: %w", wire.ErrMalformed)
 	}
 	if isAttach {
 		return s.attach(c, call.GetId(), attach.Attach, file)
+	}
+	if storesPages {
+		closeFile(file)
+		return s.attachPages(c, call.GetId(), pages.AttachPages)
+	}
+	if region, ok := call.GetCall().(*kvportv1.AgentCall_PagesRegion); ok && c.pages != nil {
+		return c.registerPages(call.GetId(), region.PagesRegion, file)
 	}
 	if file != nil {
 		closeFile(file)
@@ -68,6 +76,9 @@ func (s *server) handle(c *conn, call *kvportv1.AgentCall, file *os.File, first 
 	if _, ok := call.GetCall().(*kvportv1.AgentCall_Detach); ok {
 		c.send(&kvportv1.AgentAnswer{Id: call.GetId(), Result: &kvportv1.AgentAnswer_Detached{Detached: &kvportv1.AgentDetached{}}})
 		return errLeft
+	}
+	if c.pages != nil {
+		return c.pagesCall(call)
 	}
 	s.mu.Lock()
 	scheduler := s.sched == c
@@ -112,6 +123,9 @@ func (s *server) attach(c *conn, id uint64, m *kvportv1.AgentAttach, file *os.Fi
 	}
 	s.mu.Lock()
 	err = s.sameEngine(a)
+	if s.storesPages() {
+		err = fmt.Errorf("attach: this agent stores pages for another process: %w", connector.ErrIncompatible)
+	}
 	if err == nil {
 		err = s.meet(c)
 	}
@@ -138,12 +152,7 @@ func (s *server) attach(c *conn, id uint64, m *kvportv1.AgentAttach, file *os.Fi
 		return err
 	}
 	s.log.Info("attached", "pid", c.pid, "side", a.Side.String(), "rank", a.Rank, "world", a.World)
-	if sent != nil {
-		select {
-		case <-sent:
-		case <-c.gone:
-		}
-	}
+	c.await(sent)
 	return nil
 }
 
@@ -183,7 +192,7 @@ func (s *server) receive(a *wire.Attach, file *os.File) (*rankAttach, error) {
 	}
 	return &rankAttach{
 		rank: a.Rank, world: a.World, model: a.Model, shape: a.Shape, shapeText: a.ShapeText, layout: layout,
-		region: region, engine: a.Engine, hashes: a.Hashes, events: a.Events,
+		region: region, memory: region, engine: a.Engine, hashes: a.Hashes, events: a.Events,
 	}, nil
 }
 
@@ -191,7 +200,7 @@ func (s *server) receive(a *wire.Attach, file *os.File) (*rankAttach, error) {
 func (s *server) sit(c *conn, id uint64, a *rankAttach) (replaced *conn) {
 	if old := s.seats[a.rank]; old != nil {
 		replaced = old.conn
-		s.retired = append(s.retired, old.attach.region)
+		s.retired = append(s.retired, old.attach.memory)
 	}
 	s.seats[a.rank] = &seat{conn: c, attach: a, pending: id}
 	s.change()

@@ -34,7 +34,8 @@ type conn struct {
 	pid      int
 	engine   string // that its attach named; guarded by the server's mu
 	attachID uint64
-	joined   bool // its attach was answered: events are for it; guarded by the server's mu
+	joined   bool       // its attach was answered: events are for it; guarded by the server's mu
+	pages    *pageStore // of an engine that stores pages; the reader's
 	wait     time.Duration
 	most     int
 
@@ -161,6 +162,17 @@ func (c *conn) post(m *kvportv1.AgentAnswer, file *os.File) (sent <-chan struct{
 	}
 	c.signal()
 	return l.sent
+}
+
+// await waits until the kernel has a message, or the connection is over; nil: there is none.
+func (c *conn) await(sent <-chan struct{}) {
+	if sent == nil {
+		return
+	}
+	select {
+	case <-sent:
+	case <-c.gone:
+	}
 }
 
 // idle reports whether the peer has taken all that it was sent.

@@ -144,6 +144,9 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 	}
 	transfer := *s.cfg.Transfer
 	transfer.Settings.Deadlines.Match = max(transfer.Settings.Deadlines.Match, patience)
+	if first.pages != nil { // questions have deadlines of their own
+		transfer.Settings.Deadlines.Match = pagePatience
+	}
 	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce, Landed: s.landed}
 	keys := newKeyring(connector.KeySpace{Model: eng.Model, Secret: secret}, first.hashes)
 	var reports chan host.BlockReport
@@ -157,7 +160,10 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 		return nil, err
 	}
 	s.log.Info("connector is open", "connector", h.Info().Name, "ranks", len(eng.Ranks), "shape", eng.ShapeText, "took", time.Since(began))
-	return newSession(s, h, eng, keys, reports), nil
+	if err := first.pages.serves(h.Info()); err != nil {
+		return nil, errors.Join(err, h.Close(ctx))
+	}
+	return newSession(s, h, first, keys, reports), nil
 }
 
 // answer answers all who wait for the keeper. The caller holds mu.
@@ -288,6 +294,9 @@ func (s *server) tellState() {
 func (s *server) tellCounters() {
 	s.mu.Lock()
 	c := s.sched
+	if s.storesPages() {
+		c = s.seats[0].conn
+	}
 	s.mu.Unlock()
 	if c == nil || !c.idle() {
 		return

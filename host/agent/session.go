@@ -19,6 +19,7 @@ type session struct {
 	host    *host.Host
 	layout  *connector.Layout
 	keys    *keyring
+	pages   *pageStore              // nil: the engine has a scheduler and ranks
 	reports <-chan host.BlockReport // nil: nobody asked, or the connector does not report
 	over    chan struct{}           // closed when the connector is closed
 	work    sync.WaitGroup          // done when the last event was passed on
@@ -28,10 +29,10 @@ type session struct {
 	arriving map[connector.RequestID]*arrival // loads; guarded by s.mu
 }
 
-func newSession(s *server, h *host.Host, eng *host.Engine, keys *keyring, news <-chan host.BlockReport) *session {
+func newSession(s *server, h *host.Host, first *rankAttach, keys *keyring, news <-chan host.BlockReport) *session {
 	o := &session{
-		s: s, host: h, layout: &eng.Layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{},
-		ranks: len(eng.Ranks), arriving: map[connector.RequestID]*arrival{},
+		s: s, host: h, pages: first.pages, layout: &first.layout, keys: keys, over: make(chan struct{}), tickets: map[connector.RequestID]chan []byte{},
+		ranks: first.world, arriving: map[connector.RequestID]*arrival{},
 	}
 	o.work.Go(o.forward)
 	if news != nil && h.Info().Capabilities&connector.CanEvents != 0 {
@@ -58,6 +59,10 @@ func (o *session) close(patience time.Duration) {
 // forward passes events on: a load's end to all, everything else to the scheduler.
 func (o *session) forward() {
 	for e := range o.host.Events() {
+		if o.pages != nil {
+			o.pages.take(&e)
+			continue
+		}
 		if e.Kind == host.Stored {
 			continue // the engine's processes wait for Saved or the ticket
 		}

@@ -158,7 +158,7 @@ func kvportImports() map[string][]string {
 
 		"sdk":           {"connector", "pipe", "lookupbuffer", "proto/...", "internal/eventlog", "internal/strictjson", "internal/wire", "internal/shm", "internal/fault", "sdk/internal/..."},
 		"host":          {"connector", "multiconnector", "host/internal/...", "internal/...", "!internal/archtest"},
-		"host/agent":    {"connector", "host", "proto/...", "internal/wire", "internal/shm"},
+		"host/agent":    {"connector", "host", "proto/...", "internal/machine", "internal/wire", "internal/shm"},
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},

@@ -79,6 +79,21 @@ func TestAgentFrames(t *testing.T) {
 	require.ErrorContains(t, err, "attach.version is 2")
 }
 
+// readPages reads what an engine sends that stores pages: what is accepted is within the limits.
+func readPages(t *testing.T, call *kvportv1.AgentCall) {
+	t.Helper()
+	if m := call.GetAttachPages(); m != nil {
+		if a, err := PagesAttachFromProto(m); err == nil {
+			require.True(t, a.Bytes() > 0 && a.Bytes() <= MaxArena/int64(a.Pages))
+		}
+	}
+	if m := call.GetPagesGet(); m != nil {
+		if g, err := PagesMoveFromProto("pages_get", m, 2); err == nil {
+			require.Len(t, g.Offsets, 2*len(g.Keys))
+		}
+	}
+}
+
 // FuzzAgentCall: whatever a process sends, reading it does not panic, and what is accepted is within the
 // limits.
 func FuzzAgentCall(f *testing.F) {
@@ -88,6 +103,8 @@ func FuzzAgentCall(f *testing.F) {
 	}})}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Id: 2, Call: &kvportv1.AgentCall_Match{Match: QueryToProto(&connector.Query{Request: "r", Tokens: 3})}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Id: 3, Call: &kvportv1.AgentCall_Finish{Finish: EndToProto(&connector.Ended{Request: "r", Reason: 1})}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_AttachPages{AttachPages: agentPages()}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 4, Call: &kvportv1.AgentCall_PagesGet{PagesGet: &kvportv1.AgentPagesGet{Keys: make([]byte, 32), Offsets: []uint64{1, 2}}}}))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		r := bytes.NewReader(data)
 		for {
@@ -116,6 +133,7 @@ func FuzzAgentCall(f *testing.F) {
 			if m := call.GetFinish(); m != nil {
 				_, _ = EndFromProto(m)
 			}
+			readPages(t, call)
 		}
 	})
 }

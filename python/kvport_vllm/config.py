@@ -7,22 +7,17 @@ from the outer one, so that nobody has to say anything twice.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import pathlib
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ConfigError
+from kvport_agent.binary import checked, find_binary, seconds
+from kvport_agent.errors import ConfigError
 
 _SHARED = ("kv_role", "engine_id", "kv_load_failure_policy")
 _INVENTED = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}(_dp\d+)?")
 _MEMORY = ("auto", "adopt", "move", "mirror")
-_CHECK_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -115,59 +110,12 @@ def _take_own(inner: dict[str, Any], where: str) -> dict[str, Any]:
     return own
 
 
-def seconds(value: Any, default: float) -> float:
-    """Read a duration as the host does; what it refuses is for its own check to say."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, str):
-        return default
-    units = {"ms": 1e-3, "us": 1e-6, "h": 3600.0, "m": 60.0, "s": 1.0}
-    total, rest = 0.0, value
-    while rest:
-        digits = len(rest) - len(rest.lstrip("0123456789."))
-        unit = next((u for u in units if rest[digits:].startswith(u)), None)
-        if not digits or unit is None:
-            return default
-        total += float(rest[:digits]) * units[unit]
-        rest = rest[digits + len(unit) :]
-    return total
-
-
-def find_binary() -> str:
-    """Find kvport: $KVPORT_BIN, beside the package (in the wheel), or on PATH."""
-    if named := os.environ.get("KVPORT_BIN"):
-        if not os.access(named, os.X_OK):
-            raise ConfigError(f"KVPORT_BIN: {named} is not an executable file")
-        return named
-    packaged = pathlib.Path(__file__).resolve().parent / "bin" / "kvport"
-    if os.access(packaged, os.X_OK):
-        return str(packaged)
-    if found := shutil.which("kvport"):
-        return found
-    raise ConfigError("no kvport binary: install the wheel that holds it, put kvport on PATH, or set KVPORT_BIN")
-
-
-@functools.lru_cache(maxsize=8)
-def _checked(binary: str, text: str) -> tuple[str, bool]:
-    command = [binary, "agent", "--check", "--kv-transfer-config", text]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s", False
-    if done.returncode == 0:
-        try:
-            return "", bool(json.loads(done.stdout)["lossy"])
-        except (ValueError, KeyError, TypeError):
-            return f"{binary} does not say whether the connector may change bytes: is it of another version?", False
-    return (done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}", False
-
-
 def check(config: Config) -> bool:
     """Let kvport itself check the inner config, plugin's part included; say whether the connector may change bytes."""
-    error, lossy = _checked(config.binary, config.text)
-    if error:
-        raise ConfigError(f"kv_connector_extra_config: {error}")
-    return lossy
+    said = checked(config.binary, config.text)
+    if said.error:
+        raise ConfigError(f"kv_connector_extra_config: {said.error}")
+    return said.lossy
 
 
 def check_early(outer: Any) -> None:

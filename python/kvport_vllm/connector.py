@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvport_agent.guard import Faults, guarded, startup
+from kvport_agent.messages import REASON_ABORT, REASON_ERROR, REASON_LENGTH, REASON_STOP
+
 from . import config as config_
 from . import setup
-from .guard import Faults, guarded, startup
-from .messages import REASON_ABORT, REASON_ERROR, REASON_LENGTH, REASON_STOP
 from .meta import StepMetadata
 from .vllm_api import HAS_FAILED_RECVING, KVConnectorBase_V1, KVConnectorRole, SupportsHMA, TransferResults
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from .errors import UnsupportedError
+from kvport_agent.errors import UnsupportedError
+
 from .lora import with_adapter
 
 KEY_BYTES = 32

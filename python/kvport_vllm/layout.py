@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UnsupportedError
-from .messages import POLICY_ALL, POLICY_TRAILING, message
+from kvport_agent.errors import UnsupportedError
+from kvport_agent.messages import POLICY_ALL, POLICY_TRAILING, message
 
 DIGEST_BYTES = 16  # of each segment of each block, and of the header before them
 ALIGN = 64

@@ -11,7 +11,7 @@ import hashlib
 import pathlib
 from typing import Any
 
-from .fingerprint import ContentCache, digest
+from kvport_agent.content import ContentCache, digest
 
 _MAX_FILES = 64
 

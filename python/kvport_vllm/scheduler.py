@@ -6,11 +6,12 @@ import logging
 import time
 from typing import Any
 
+from kvport_agent.link import IDLE_WAIT, LATE, LISTEN_EVERY, Link, State
+from kvport_agent.messages import ANSWERED, FINISHED, LOST, RELEASED, SAVED, message
+
 from .events import Events
 from .keys import Keys
-from .link import IDLE_WAIT, LATE, LISTEN_EVERY, Link, State
 from .lora import Adapters
-from .messages import ANSWERED, FINISHED, LOST, RELEASED, SAVED, message
 from .meta import UNSENT, Load, StepMetadata
 from .pace import Pace
 from .pins import Delayed, Pins

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvport_agent.content import ContentCache, digest
+from kvport_agent.errors import KvportError, UnsupportedError
+from kvport_agent.link import Link
+from kvport_agent.messages import SIDE_SCHEDULER, SIDE_WORKER, message
+from kvport_agent.spawn import Spawner
+
 from . import fingerprint, keys, memory
 from . import layout as layout_
 from .config import Config
-from .errors import KvportError, UnsupportedError
 from .events import Events, event_api
-from .link import Link
 from .lora import Adapters
-from .messages import SIDE_SCHEDULER, SIDE_WORKER, message
 from .pace import steps_may_wait
 from .scheduler import SchedulerSide
-from .spawn import Spawner
 from .vllm_api import HAS_FAILED_RECVING, HAS_WORKER_METADATA
 from .worker import WorkerSide
 
@@ -46,7 +48,7 @@ class Parts:
             raise UnsupportedError("this vLLM has no KVConnectorWorkerMetadata: nothing would say when blocks are computed")
         if len(self.groups) > 1 and not HAS_FAILED_RECVING:
             raise UnsupportedError("this vLLM cannot be told of failed loads with several KV cache groups (no failed_recving)")
-        self._content = fingerprint.ContentCache()
+        self._content = ContentCache()
         self._context: Any = None
         self._attach: Any = None
         self._fd: int | None = None
@@ -141,7 +143,7 @@ class Parts:
         attach = message("AgentAttach")(version=1, side=SIDE_WORKER, engine=self._config.engine, hashes=self._hashes)
         attach.rank, attach.world = parallel.rank, parallel.world_size
         attach.model = fingerprint.model_fingerprint(self._vllm, self._content)
-        attach.shape, attach.shape_text = fingerprint.digest(["kvport/vllm-shape/1", text]), text
+        attach.shape, attach.shape_text = digest(["kvport/vllm-shape/1", text]), text
         attach.layout.CopyFrom(layout_.to_message(f"vllm/{name}", self.groups, shared.segments, blocks))
         attach.region = shared.memfd.size
         attach.events = event_api(self._vllm) is not None

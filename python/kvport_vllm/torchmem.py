@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kvport_agent.memfd import Memfd
+
 from .layout import View
-from .memory import Memfd
 
 _SMALLEST = 1 << 20  # no cache is smaller, and no other allocation in the context is as large
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .link import IDLE_WAIT, LISTEN_EVERY, Link, State
+from kvport_agent.link import IDLE_WAIT, LISTEN_EVERY, Link, State
+from kvport_agent.messages import LANDED, LOADED
+
 from .memory import Shared
-from .messages import LANDED, LOADED
 from .meta import Load, StepDone, StepMetadata
 
 log = logging.getLogger("vllm.kvport")

@@ -5,7 +5,7 @@ Numbers are those of docs/spec/vllm-invariants.md.
 
 from engine import BLOCK_TOKENS, LAYER_BYTES, LAYERS
 
-from kvport_vllm.messages import LOADED, SAVED
+from kvport_agent.messages import LOADED, SAVED
 
 RULES = {
     2: "all sides of an engine name the same one",

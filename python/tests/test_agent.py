@@ -10,7 +10,7 @@ import fakes
 import pytest
 from engine import BLOCK_TOKENS, LAYERS, Engine, request
 
-from kvport_vllm.link import IDLE_WAIT, State
+from kvport_agent.link import IDLE_WAIT, State
 
 LIMIT = 20.0
 
@@ -452,7 +452,7 @@ def test_mirror(here, monkeypatch):
 
 
 def test_a_refused_start_says_why(here):
-    from kvport_vllm.errors import ConfigError
+    from kvport_agent.errors import ConfigError
 
     with pytest.raises(ConfigError, match="shared_storage_pat"):
         Engine(here / "store", kv_connector_extra_config={"shared_storage_pat": "x"})

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
+from kvport_agent.link import State
+from kvport_agent.messages import message
 from kvport_vllm.events import CLEARED, REMOVED, STORED, EventApi, Events
 from kvport_vllm.keys import Keys
-from kvport_vllm.link import State
-from kvport_vllm.messages import message
 from kvport_vllm.scheduler import SchedulerSide
 from kvport_vllm.tracking import Completion
 

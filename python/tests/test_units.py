@@ -11,13 +11,14 @@ import types
 import fakes
 import pytest
 
-from kvport_vllm import config, fingerprint, keys, layout, memory, setup, stats, tracking
-from kvport_vllm.errors import ConfigError, UnsupportedError
+from kvport_agent import binary, content
+from kvport_agent.errors import ConfigError, UnsupportedError
+from kvport_agent.link import State
+from kvport_agent.messages import LOADED, LOST, RELEASED, SAVED, message
+from kvport_vllm import config, keys, layout, memory, setup, stats, tracking
 from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
-from kvport_vllm.link import State
 from kvport_vllm.lora import Adapters, with_adapter
-from kvport_vllm.messages import LOADED, LOST, RELEASED, SAVED, message
 from kvport_vllm.meta import Load, StepMetadata
 from kvport_vllm.pace import Pace, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
@@ -229,7 +230,7 @@ def test_what_nobody_has_verified_outlives_the_agent_that_knows_of_it(lossy):
 
 
 def test_durations():
-    assert [config.seconds(v, 9.0) for v in (2, "250ms", "1m30s", "x", None, True)] == [2.0, 0.25, 90.0, 9.0, 9.0, 9.0]
+    assert [binary.seconds(v, 9.0) for v in (2, "250ms", "1m30s", "x", None, True)] == [2.0, 0.25, 90.0, 9.0, 9.0, 9.0]
 
 
 def test_the_hosts_deadlines_are_ours(kvport):
@@ -488,18 +489,18 @@ def test_content_cache_reads_once(tmp_path):
     weights = tmp_path / "m" / "w.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"one")
-    cache = fingerprint.ContentCache(tmp_path / "c")
-    first = fingerprint.content_of(weights.parent, cache)
-    assert fingerprint.content_of(weights.parent, fingerprint.ContentCache(tmp_path / "c")) == first
+    cache = content.ContentCache(tmp_path / "c")
+    first = content.content_of(weights.parent, cache)
+    assert content.content_of(weights.parent, content.ContentCache(tmp_path / "c")) == first
     weights.write_bytes(b"two")
-    assert fingerprint.content_of(weights.parent, cache) != first
-    assert fingerprint.content_of(tmp_path / "none", cache) is None
-    assert fingerprint.digest(["a", "bc"]) != fingerprint.digest(["ab", "c"])
+    assert content.content_of(weights.parent, cache) != first
+    assert content.content_of(tmp_path / "none", cache) is None
+    assert content.digest(["a", "bc"]) != content.digest(["ab", "c"])
 
 
 def test_adapter_content(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    adapters = Adapters(fingerprint.ContentCache(tmp_path / "cache"))
+    adapters = Adapters(content.ContentCache(tmp_path / "cache"))
     adapter = fakes.LoRARequest(lora_path=str(tmp_path), lora_name="a")
     adapters.content(adapter)  # begins to read, off this thread
     (future,) = adapters._found.values()

@@ -7,7 +7,7 @@ from engine import Engine
 from judge import BrokenError
 from player import Player
 
-from kvport_vllm.errors import KvportError
+from kvport_agent.errors import KvportError
 
 
 def caught(wrong, here):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import engine
 
+from kvport_agent.messages import SIDE_SCHEDULER
 from kvport_vllm import memory, setup
 from kvport_vllm.connector import KvportConnector
 from kvport_vllm.keys import Keys
-from kvport_vllm.messages import SIDE_SCHEDULER
 from kvport_vllm.pins import Delayed, Pins
 from kvport_vllm.saving import Saving
 from kvport_vllm.scheduler import SchedulerSide

@@ -1,5 +1,6 @@
 // The protocol between `kvport agent` and the processes of an engine that is not written in Go,
-// version 1: one scheduler process and one process for each rank, which may come in any order.
+// version 1: one scheduler process and one process for each rank, which may come in any order; or, of an
+// engine that schedules itself and only stores pages, one process (AgentAttachPages).
 //
 // On a unix stream socket each message is a frame: its length as four bytes, little endian, and then
 // an AgentCall (from the engine) or an AgentAnswer (from the agent). Descriptors travel beside the
@@ -97,6 +98,61 @@ func (AgentEventKind) EnumDescriptor() ([]byte, []int) {
 	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{0}
 }
 
+type AgentPageResult int32
+
+const (
+	AgentPageResult_AGENT_PAGE_RESULT_UNSPECIFIED AgentPageResult = 0
+	AgentPageResult_AGENT_PAGE_RESULT_DONE        AgentPageResult = 1
+	AgentPageResult_AGENT_PAGE_RESULT_FAILED      AgentPageResult = 2 // not stored; get: not there, damaged, or not to be verified
+	AgentPageResult_AGENT_PAGE_RESULT_LATE        AgentPageResult = 3 // not over by the deadline, or aborted; a put may still end well
+	AgentPageResult_AGENT_PAGE_RESULT_MEMORY      AgentPageResult = 4 // the engine's memory is smaller than it was said to be
+)
+
+// Enum value maps for AgentPageResult.
+var (
+	AgentPageResult_name = map[int32]string{
+		0: "AGENT_PAGE_RESULT_UNSPECIFIED",
+		1: "AGENT_PAGE_RESULT_DONE",
+		2: "AGENT_PAGE_RESULT_FAILED",
+		3: "AGENT_PAGE_RESULT_LATE",
+		4: "AGENT_PAGE_RESULT_MEMORY",
+	}
+	AgentPageResult_value = map[string]int32{
+		"AGENT_PAGE_RESULT_UNSPECIFIED": 0,
+		"AGENT_PAGE_RESULT_DONE":        1,
+		"AGENT_PAGE_RESULT_FAILED":      2,
+		"AGENT_PAGE_RESULT_LATE":        3,
+		"AGENT_PAGE_RESULT_MEMORY":      4,
+	}
+)
+
+func (x AgentPageResult) Enum() *AgentPageResult {
+	p := new(AgentPageResult)
+	*p = x
+	return p
+}
+
+func (x AgentPageResult) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (AgentPageResult) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvport_v1_agent_proto_enumTypes[1].Descriptor()
+}
+
+func (AgentPageResult) Type() protoreflect.EnumType {
+	return &file_kvport_v1_agent_proto_enumTypes[1]
+}
+
+func (x AgentPageResult) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use AgentPageResult.Descriptor instead.
+func (AgentPageResult) EnumDescriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{1}
+}
+
 // AgentCall is what a process of the engine sends.
 type AgentCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -109,6 +165,12 @@ type AgentCall struct {
 	//	*AgentCall_Finish
 	//	*AgentCall_Reset_
 	//	*AgentCall_Detach
+	//	*AgentCall_AttachPages
+	//	*AgentCall_PagesRegion
+	//	*AgentCall_PagesExists
+	//	*AgentCall_PagesPut
+	//	*AgentCall_PagesGet
+	//	*AgentCall_PagesAbort
 	Call          isAgentCall_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -212,6 +274,60 @@ func (x *AgentCall) GetDetach() *AgentDetach {
 	return nil
 }
 
+func (x *AgentCall) GetAttachPages() *AgentAttachPages {
+	if x != nil {
+		if x, ok := x.Call.(*AgentCall_AttachPages); ok {
+			return x.AttachPages
+		}
+	}
+	return nil
+}
+
+func (x *AgentCall) GetPagesRegion() *AgentPagesRegion {
+	if x != nil {
+		if x, ok := x.Call.(*AgentCall_PagesRegion); ok {
+			return x.PagesRegion
+		}
+	}
+	return nil
+}
+
+func (x *AgentCall) GetPagesExists() *AgentPagesExists {
+	if x != nil {
+		if x, ok := x.Call.(*AgentCall_PagesExists); ok {
+			return x.PagesExists
+		}
+	}
+	return nil
+}
+
+func (x *AgentCall) GetPagesPut() *AgentPagesPut {
+	if x != nil {
+		if x, ok := x.Call.(*AgentCall_PagesPut); ok {
+			return x.PagesPut
+		}
+	}
+	return nil
+}
+
+func (x *AgentCall) GetPagesGet() *AgentPagesGet {
+	if x != nil {
+		if x, ok := x.Call.(*AgentCall_PagesGet); ok {
+			return x.PagesGet
+		}
+	}
+	return nil
+}
+
+func (x *AgentCall) GetPagesAbort() *AgentPagesAbort {
+	if x != nil {
+		if x, ok := x.Call.(*AgentCall_PagesAbort); ok {
+			return x.PagesAbort
+		}
+	}
+	return nil
+}
+
 type isAgentCall_Call interface {
 	isAgentCall_Call()
 }
@@ -240,6 +356,30 @@ type AgentCall_Detach struct {
 	Detach *AgentDetach `protobuf:"bytes,7,opt,name=detach,proto3,oneof"` // the process leaves in good order
 }
 
+type AgentCall_AttachPages struct {
+	AttachPages *AgentAttachPages `protobuf:"bytes,8,opt,name=attach_pages,json=attachPages,proto3,oneof"` // first on the connection of an engine that schedules itself: one process, nothing else
+}
+
+type AgentCall_PagesRegion struct {
+	PagesRegion *AgentPagesRegion `protobuf:"bytes,9,opt,name=pages_region,json=pagesRegion,proto3,oneof"` // and its calls, of which many may be under way at once
+}
+
+type AgentCall_PagesExists struct {
+	PagesExists *AgentPagesExists `protobuf:"bytes,10,opt,name=pages_exists,json=pagesExists,proto3,oneof"`
+}
+
+type AgentCall_PagesPut struct {
+	PagesPut *AgentPagesPut `protobuf:"bytes,11,opt,name=pages_put,json=pagesPut,proto3,oneof"`
+}
+
+type AgentCall_PagesGet struct {
+	PagesGet *AgentPagesGet `protobuf:"bytes,12,opt,name=pages_get,json=pagesGet,proto3,oneof"`
+}
+
+type AgentCall_PagesAbort struct {
+	PagesAbort *AgentPagesAbort `protobuf:"bytes,13,opt,name=pages_abort,json=pagesAbort,proto3,oneof"`
+}
+
 func (*AgentCall_Attach) isAgentCall_Call() {}
 
 func (*AgentCall_Match) isAgentCall_Call() {}
@@ -251,6 +391,18 @@ func (*AgentCall_Finish) isAgentCall_Call() {}
 func (*AgentCall_Reset_) isAgentCall_Call() {}
 
 func (*AgentCall_Detach) isAgentCall_Call() {}
+
+func (*AgentCall_AttachPages) isAgentCall_Call() {}
+
+func (*AgentCall_PagesRegion) isAgentCall_Call() {}
+
+func (*AgentCall_PagesExists) isAgentCall_Call() {}
+
+func (*AgentCall_PagesPut) isAgentCall_Call() {}
+
+func (*AgentCall_PagesGet) isAgentCall_Call() {}
+
+func (*AgentCall_PagesAbort) isAgentCall_Call() {}
 
 // AgentAnswer is what the agent sends.
 type AgentAnswer struct {
@@ -268,6 +420,10 @@ type AgentAnswer struct {
 	//	*AgentAnswer_Plugin
 	//	*AgentAnswer_State
 	//	*AgentAnswer_Blocks
+	//	*AgentAnswer_PagesMemory
+	//	*AgentAnswer_PagesFound
+	//	*AgentAnswer_PagesDone
+	//	*AgentAnswer_PagesAborted
 	Result        isAgentAnswer_Result `protobuf_oneof:"result"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -405,6 +561,42 @@ func (x *AgentAnswer) GetBlocks() *AgentBlocks {
 	return nil
 }
 
+func (x *AgentAnswer) GetPagesMemory() *AgentPagesMemory {
+	if x != nil {
+		if x, ok := x.Result.(*AgentAnswer_PagesMemory); ok {
+			return x.PagesMemory
+		}
+	}
+	return nil
+}
+
+func (x *AgentAnswer) GetPagesFound() *AgentPagesFound {
+	if x != nil {
+		if x, ok := x.Result.(*AgentAnswer_PagesFound); ok {
+			return x.PagesFound
+		}
+	}
+	return nil
+}
+
+func (x *AgentAnswer) GetPagesDone() *AgentPagesDone {
+	if x != nil {
+		if x, ok := x.Result.(*AgentAnswer_PagesDone); ok {
+			return x.PagesDone
+		}
+	}
+	return nil
+}
+
+func (x *AgentAnswer) GetPagesAborted() *AgentPagesAborted {
+	if x != nil {
+		if x, ok := x.Result.(*AgentAnswer_PagesAborted); ok {
+			return x.PagesAborted
+		}
+	}
+	return nil
+}
+
 type isAgentAnswer_Result interface {
 	isAgentAnswer_Result()
 }
@@ -445,6 +637,22 @@ type AgentAnswer_Blocks struct {
 	Blocks *AgentBlocks `protobuf:"bytes,11,opt,name=blocks,proto3,oneof"` // to the scheduler, when they come and go
 }
 
+type AgentAnswer_PagesMemory struct {
+	PagesMemory *AgentPagesMemory `protobuf:"bytes,12,opt,name=pages_memory,json=pagesMemory,proto3,oneof"`
+}
+
+type AgentAnswer_PagesFound struct {
+	PagesFound *AgentPagesFound `protobuf:"bytes,13,opt,name=pages_found,json=pagesFound,proto3,oneof"`
+}
+
+type AgentAnswer_PagesDone struct {
+	PagesDone *AgentPagesDone `protobuf:"bytes,14,opt,name=pages_done,json=pagesDone,proto3,oneof"`
+}
+
+type AgentAnswer_PagesAborted struct {
+	PagesAborted *AgentPagesAborted `protobuf:"bytes,15,opt,name=pages_aborted,json=pagesAborted,proto3,oneof"`
+}
+
 func (*AgentAnswer_Attached) isAgentAnswer_Result() {}
 
 func (*AgentAnswer_Match) isAgentAnswer_Result() {}
@@ -462,6 +670,14 @@ func (*AgentAnswer_Plugin) isAgentAnswer_Result() {}
 func (*AgentAnswer_State) isAgentAnswer_Result() {}
 
 func (*AgentAnswer_Blocks) isAgentAnswer_Result() {}
+
+func (*AgentAnswer_PagesMemory) isAgentAnswer_Result() {}
+
+func (*AgentAnswer_PagesFound) isAgentAnswer_Result() {}
+
+func (*AgentAnswer_PagesDone) isAgentAnswer_Result() {}
+
+func (*AgentAnswer_PagesAborted) isAgentAnswer_Result() {}
 
 // AgentAttach says who is calling. A rank hands over the memory of its paged cache; the fd of the
 // region travels beside the frame. A rank that attaches again replaces its former self.
@@ -1200,11 +1416,600 @@ func (x *AgentBlocks) GetEvents() []*BlockEvent {
 	return nil
 }
 
+// AgentAttachPages says who is calling: an engine that schedules itself, moves pages between its own
+// memory and a store, and tells them apart by hashes. Its answer is AgentAttached, when the connector is
+// open. Pages are kept under keys that the agent makes of everything below but engine, shape_text and pages.
+type AgentAttachPages struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Version       uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`                         // 1
+	Engine        string                 `protobuf:"bytes,2,opt,name=engine,proto3" json:"engine,omitempty"`                            // unique in the deployment
+	Model         []byte                 `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`                              // 32 bytes: all but the tokens that decides what a page means
+	Shape         []byte                 `protobuf:"bytes,4,opt,name=shape,proto3" json:"shape,omitempty"`                              // 32 bytes: all that decides its bytes
+	ShapeText     string                 `protobuf:"bytes,5,opt,name=shape_text,json=shapeText,proto3" json:"shape_text,omitempty"`     // what the shape is made of, for messages
+	Hashes        string                 `protobuf:"bytes,6,opt,name=hashes,proto3" json:"hashes,omitempty"`                            // the engine's name for its hashes, such as "sglang/sha256"
+	PageTokens    uint32                 `protobuf:"varint,7,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"` // tokens of a page
+	Lengths       []uint64               `protobuf:"varint,8,rep,packed,name=lengths,proto3" json:"lengths,omitempty"`                  // of the segments of a page, in bytes, in order
+	Pages         uint32                 `protobuf:"varint,9,opt,name=pages,proto3" json:"pages,omitempty"`                             // how many pages have room in the agent's own memory, half for puts and half for gets; at least 2
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentAttachPages) Reset() {
+	*x = AgentAttachPages{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentAttachPages) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentAttachPages) ProtoMessage() {}
+
+func (x *AgentAttachPages) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentAttachPages.ProtoReflect.Descriptor instead.
+func (*AgentAttachPages) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *AgentAttachPages) GetVersion() uint32 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *AgentAttachPages) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *AgentAttachPages) GetModel() []byte {
+	if x != nil {
+		return x.Model
+	}
+	return nil
+}
+
+func (x *AgentAttachPages) GetShape() []byte {
+	if x != nil {
+		return x.Shape
+	}
+	return nil
+}
+
+func (x *AgentAttachPages) GetShapeText() string {
+	if x != nil {
+		return x.ShapeText
+	}
+	return ""
+}
+
+func (x *AgentAttachPages) GetHashes() string {
+	if x != nil {
+		return x.Hashes
+	}
+	return ""
+}
+
+func (x *AgentAttachPages) GetPageTokens() uint32 {
+	if x != nil {
+		return x.PageTokens
+	}
+	return 0
+}
+
+func (x *AgentAttachPages) GetLengths() []uint64 {
+	if x != nil {
+		return x.Lengths
+	}
+	return nil
+}
+
+func (x *AgentAttachPages) GetPages() uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return 0
+}
+
+// AgentPagesRegion hands over memory of the engine. Its descriptor, a memfd, travels beside the frame. The
+// agent reads and writes it and does not map it, so the memory need not be sealed: one that was made
+// smaller costs results, see AGENT_PAGE_RESULT_MEMORY.
+type AgentPagesRegion struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Region        uint32                 `protobuf:"varint,1,opt,name=region,proto3" json:"region,omitempty"` // number of it from now on; less than 16
+	Size          uint64                 `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`     // in bytes
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesRegion) Reset() {
+	*x = AgentPagesRegion{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesRegion) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesRegion) ProtoMessage() {}
+
+func (x *AgentPagesRegion) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesRegion.ProtoReflect.Descriptor instead.
+func (*AgentPagesRegion) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *AgentPagesRegion) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *AgentPagesRegion) GetSize() uint64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+// AgentPagesMemory answers AgentPagesRegion.
+type AgentPagesMemory struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sealed        bool                   `protobuf:"varint,1,opt,name=sealed,proto3" json:"sealed,omitempty"` // nobody can make it smaller
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesMemory) Reset() {
+	*x = AgentPagesMemory{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesMemory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesMemory) ProtoMessage() {}
+
+func (x *AgentPagesMemory) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesMemory.ProtoReflect.Descriptor instead.
+func (*AgentPagesMemory) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *AgentPagesMemory) GetSealed() bool {
+	if x != nil {
+		return x.Sealed
+	}
+	return false
+}
+
+// AgentPagesExists asks how many leading pages are stored.
+type AgentPagesExists struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Keys          []byte                 `protobuf:"bytes,1,opt,name=keys,proto3" json:"keys,omitempty"`                                // the engine's hashes, 32 bytes each
+	DeadlineMs    uint32                 `protobuf:"varint,2,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // from when it is read; 0: the agent's longest
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesExists) Reset() {
+	*x = AgentPagesExists{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesExists) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesExists) ProtoMessage() {}
+
+func (x *AgentPagesExists) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesExists.ProtoReflect.Descriptor instead.
+func (*AgentPagesExists) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *AgentPagesExists) GetKeys() []byte {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *AgentPagesExists) GetDeadlineMs() uint32 {
+	if x != nil {
+		return x.DeadlineMs
+	}
+	return 0
+}
+
+type AgentPagesFound struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pages         uint32                 `protobuf:"varint,1,opt,name=pages,proto3" json:"pages,omitempty"`
+	Late          bool                   `protobuf:"varint,2,opt,name=late,proto3" json:"late,omitempty"` // the connector had not answered by the deadline: pages is 0
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesFound) Reset() {
+	*x = AgentPagesFound{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesFound) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesFound) ProtoMessage() {}
+
+func (x *AgentPagesFound) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesFound.ProtoReflect.Descriptor instead.
+func (*AgentPagesFound) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *AgentPagesFound) GetPages() uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return 0
+}
+
+func (x *AgentPagesFound) GetLate() bool {
+	if x != nil {
+		return x.Late
+	}
+	return false
+}
+
+// AgentPagesPut stores pages. Once it is answered nobody reads the engine's memory for it any more.
+type AgentPagesPut struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Keys          []byte                 `protobuf:"bytes,1,opt,name=keys,proto3" json:"keys,omitempty"` // the engine's hashes, 32 bytes each
+	Region        uint32                 `protobuf:"varint,2,opt,name=region,proto3" json:"region,omitempty"`
+	Offsets       []uint64               `protobuf:"varint,3,rep,packed,name=offsets,proto3" json:"offsets,omitempty"` // where each segment of each page begins: all of the first page, then all of the second
+	DeadlineMs    uint32                 `protobuf:"varint,4,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesPut) Reset() {
+	*x = AgentPagesPut{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesPut) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesPut) ProtoMessage() {}
+
+func (x *AgentPagesPut) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesPut.ProtoReflect.Descriptor instead.
+func (*AgentPagesPut) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *AgentPagesPut) GetKeys() []byte {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *AgentPagesPut) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *AgentPagesPut) GetOffsets() []uint64 {
+	if x != nil {
+		return x.Offsets
+	}
+	return nil
+}
+
+func (x *AgentPagesPut) GetDeadlineMs() uint32 {
+	if x != nil {
+		return x.DeadlineMs
+	}
+	return 0
+}
+
+// AgentPagesGet loads pages. Only a page whose digest was verified is written to the engine's memory, and
+// once the call is answered nobody writes there any more.
+type AgentPagesGet struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Keys          []byte                 `protobuf:"bytes,1,opt,name=keys,proto3" json:"keys,omitempty"`
+	Region        uint32                 `protobuf:"varint,2,opt,name=region,proto3" json:"region,omitempty"`
+	Offsets       []uint64               `protobuf:"varint,3,rep,packed,name=offsets,proto3" json:"offsets,omitempty"`
+	DeadlineMs    uint32                 `protobuf:"varint,4,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesGet) Reset() {
+	*x = AgentPagesGet{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesGet) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesGet) ProtoMessage() {}
+
+func (x *AgentPagesGet) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesGet.ProtoReflect.Descriptor instead.
+func (*AgentPagesGet) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *AgentPagesGet) GetKeys() []byte {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *AgentPagesGet) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *AgentPagesGet) GetOffsets() []uint64 {
+	if x != nil {
+		return x.Offsets
+	}
+	return nil
+}
+
+func (x *AgentPagesGet) GetDeadlineMs() uint32 {
+	if x != nil {
+		return x.DeadlineMs
+	}
+	return 0
+}
+
+// AgentPagesDone answers a put or a get.
+type AgentPagesDone struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Results       []AgentPageResult      `protobuf:"varint,1,rep,packed,name=results,proto3,enum=kvport.v1.AgentPageResult" json:"results,omitempty"` // of each page, in order
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesDone) Reset() {
+	*x = AgentPagesDone{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesDone) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesDone) ProtoMessage() {}
+
+func (x *AgentPagesDone) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesDone.ProtoReflect.Descriptor instead.
+func (*AgentPagesDone) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *AgentPagesDone) GetResults() []AgentPageResult {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+// AgentPagesAbort ends a put or a get, which is answered at once: what is not done by then is late.
+type AgentPagesAbort struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Call          uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"` // its id
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesAbort) Reset() {
+	*x = AgentPagesAbort{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesAbort) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesAbort) ProtoMessage() {}
+
+func (x *AgentPagesAbort) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesAbort.ProtoReflect.Descriptor instead.
+func (*AgentPagesAbort) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *AgentPagesAbort) GetCall() uint64 {
+	if x != nil {
+		return x.Call
+	}
+	return 0
+}
+
+type AgentPagesAborted struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Found         bool                   `protobuf:"varint,1,opt,name=found,proto3" json:"found,omitempty"` // it was still under way
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AgentPagesAborted) Reset() {
+	*x = AgentPagesAborted{}
+	mi := &file_kvport_v1_agent_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AgentPagesAborted) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AgentPagesAborted) ProtoMessage() {}
+
+func (x *AgentPagesAborted) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_agent_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AgentPagesAborted.ProtoReflect.Descriptor instead.
+func (*AgentPagesAborted) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_agent_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *AgentPagesAborted) GetFound() bool {
+	if x != nil {
+		return x.Found
+	}
+	return false
+}
+
 var File_kvport_v1_agent_proto protoreflect.FileDescriptor
 
 const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x15kvport/v1/agent.proto\x12\tkvport.v1\x1a\x16kvport/v1/plugin.proto\"\xb5\x02\n" +
+	"\x15kvport/v1/agent.proto\x12\tkvport.v1\x1a\x16kvport/v1/plugin.proto\"\xac\x05\n" +
 	"\tAgentCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\x06attach\x18\x02 \x01(\v2\x16.kvport.v1.AgentAttachH\x00R\x06attach\x12(\n" +
@@ -1212,8 +2017,16 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x04step\x18\x04 \x01(\v2\x0f.kvport.v1.StepH\x00R\x04step\x12*\n" +
 	"\x06finish\x18\x05 \x01(\v2\x10.kvport.v1.EndedH\x00R\x06finish\x12/\n" +
 	"\x05reset\x18\x06 \x01(\v2\x17.kvport.v1.ResetRequestH\x00R\x05reset\x120\n" +
-	"\x06detach\x18\a \x01(\v2\x16.kvport.v1.AgentDetachH\x00R\x06detachB\x06\n" +
-	"\x04call\"\x91\x04\n" +
+	"\x06detach\x18\a \x01(\v2\x16.kvport.v1.AgentDetachH\x00R\x06detach\x12@\n" +
+	"\fattach_pages\x18\b \x01(\v2\x1b.kvport.v1.AgentAttachPagesH\x00R\vattachPages\x12@\n" +
+	"\fpages_region\x18\t \x01(\v2\x1b.kvport.v1.AgentPagesRegionH\x00R\vpagesRegion\x12@\n" +
+	"\fpages_exists\x18\n" +
+	" \x01(\v2\x1b.kvport.v1.AgentPagesExistsH\x00R\vpagesExists\x127\n" +
+	"\tpages_put\x18\v \x01(\v2\x18.kvport.v1.AgentPagesPutH\x00R\bpagesPut\x127\n" +
+	"\tpages_get\x18\f \x01(\v2\x18.kvport.v1.AgentPagesGetH\x00R\bpagesGet\x12=\n" +
+	"\vpages_abort\x18\r \x01(\v2\x1a.kvport.v1.AgentPagesAbortH\x00R\n" +
+	"pagesAbortB\x06\n" +
+	"\x04call\"\x93\x06\n" +
 	"\vAgentAnswer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
 	"\x05error\x18\x02 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x126\n" +
@@ -1226,7 +2039,13 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x06plugin\x18\t \x01(\v2\x16.kvport.v1.AgentPluginH\x00R\x06plugin\x12-\n" +
 	"\x05state\x18\n" +
 	" \x01(\v2\x15.kvport.v1.AgentStateH\x00R\x05state\x120\n" +
-	"\x06blocks\x18\v \x01(\v2\x16.kvport.v1.AgentBlocksH\x00R\x06blocksB\b\n" +
+	"\x06blocks\x18\v \x01(\v2\x16.kvport.v1.AgentBlocksH\x00R\x06blocks\x12@\n" +
+	"\fpages_memory\x18\f \x01(\v2\x1b.kvport.v1.AgentPagesMemoryH\x00R\vpagesMemory\x12=\n" +
+	"\vpages_found\x18\r \x01(\v2\x1a.kvport.v1.AgentPagesFoundH\x00R\n" +
+	"pagesFound\x12:\n" +
+	"\n" +
+	"pages_done\x18\x0e \x01(\v2\x19.kvport.v1.AgentPagesDoneH\x00R\tpagesDone\x12C\n" +
+	"\rpages_aborted\x18\x0f \x01(\v2\x1c.kvport.v1.AgentPagesAbortedH\x00R\fpagesAbortedB\b\n" +
 	"\x06result\"\xcc\x02\n" +
 	"\vAgentAttach\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12#\n" +
@@ -1285,7 +2104,49 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x03sum\x18\x03 \x01(\x01R\x03sum\"N\n" +
 	"\vAgentBlocks\x12\x10\n" +
 	"\x03gap\x18\x01 \x01(\bR\x03gap\x12-\n" +
-	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events*\x80\x02\n" +
+	"\x06events\x18\x02 \x03(\v2\x15.kvport.v1.BlockEventR\x06events\"\xf8\x01\n" +
+	"\x10AgentAttachPages\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\rR\aversion\x12\x16\n" +
+	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
+	"\x05model\x18\x03 \x01(\fR\x05model\x12\x14\n" +
+	"\x05shape\x18\x04 \x01(\fR\x05shape\x12\x1d\n" +
+	"\n" +
+	"shape_text\x18\x05 \x01(\tR\tshapeText\x12\x16\n" +
+	"\x06hashes\x18\x06 \x01(\tR\x06hashes\x12\x1f\n" +
+	"\vpage_tokens\x18\a \x01(\rR\n" +
+	"pageTokens\x12\x18\n" +
+	"\alengths\x18\b \x03(\x04R\alengths\x12\x14\n" +
+	"\x05pages\x18\t \x01(\rR\x05pages\">\n" +
+	"\x10AgentPagesRegion\x12\x16\n" +
+	"\x06region\x18\x01 \x01(\rR\x06region\x12\x12\n" +
+	"\x04size\x18\x02 \x01(\x04R\x04size\"*\n" +
+	"\x10AgentPagesMemory\x12\x16\n" +
+	"\x06sealed\x18\x01 \x01(\bR\x06sealed\"G\n" +
+	"\x10AgentPagesExists\x12\x12\n" +
+	"\x04keys\x18\x01 \x01(\fR\x04keys\x12\x1f\n" +
+	"\vdeadline_ms\x18\x02 \x01(\rR\n" +
+	"deadlineMs\";\n" +
+	"\x0fAgentPagesFound\x12\x14\n" +
+	"\x05pages\x18\x01 \x01(\rR\x05pages\x12\x12\n" +
+	"\x04late\x18\x02 \x01(\bR\x04late\"v\n" +
+	"\rAgentPagesPut\x12\x12\n" +
+	"\x04keys\x18\x01 \x01(\fR\x04keys\x12\x16\n" +
+	"\x06region\x18\x02 \x01(\rR\x06region\x12\x18\n" +
+	"\aoffsets\x18\x03 \x03(\x04R\aoffsets\x12\x1f\n" +
+	"\vdeadline_ms\x18\x04 \x01(\rR\n" +
+	"deadlineMs\"v\n" +
+	"\rAgentPagesGet\x12\x12\n" +
+	"\x04keys\x18\x01 \x01(\fR\x04keys\x12\x16\n" +
+	"\x06region\x18\x02 \x01(\rR\x06region\x12\x18\n" +
+	"\aoffsets\x18\x03 \x03(\x04R\aoffsets\x12\x1f\n" +
+	"\vdeadline_ms\x18\x04 \x01(\rR\n" +
+	"deadlineMs\"F\n" +
+	"\x0eAgentPagesDone\x124\n" +
+	"\aresults\x18\x01 \x03(\x0e2\x1a.kvport.v1.AgentPageResultR\aresults\"%\n" +
+	"\x0fAgentPagesAbort\x12\x12\n" +
+	"\x04call\x18\x01 \x01(\x04R\x04call\")\n" +
+	"\x11AgentPagesAborted\x12\x14\n" +
+	"\x05found\x18\x01 \x01(\bR\x05found*\x80\x02\n" +
 	"\x0eAgentEventKind\x12 \n" +
 	"\x1cAGENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LOADED\x10\x01\x12\x1a\n" +
@@ -1294,7 +2155,13 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x19AGENT_EVENT_KIND_RELEASED\x10\x04\x12\x1d\n" +
 	"\x19AGENT_EVENT_KIND_ANSWERED\x10\x05\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LANDED\x10\x06\x12\x19\n" +
-	"\x15AGENT_EVENT_KIND_LOST\x10\aB3Z1github.com/kvport/kvport/proto/kvport/v1;kvportv1b\x06proto3"
+	"\x15AGENT_EVENT_KIND_LOST\x10\a*\xa8\x01\n" +
+	"\x0fAgentPageResult\x12!\n" +
+	"\x1dAGENT_PAGE_RESULT_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16AGENT_PAGE_RESULT_DONE\x10\x01\x12\x1c\n" +
+	"\x18AGENT_PAGE_RESULT_FAILED\x10\x02\x12\x1a\n" +
+	"\x16AGENT_PAGE_RESULT_LATE\x10\x03\x12\x1c\n" +
+	"\x18AGENT_PAGE_RESULT_MEMORY\x10\x04B3Z1github.com/kvport/kvport/proto/kvport/v1;kvportv1b\x06proto3"
 
 var (
 	file_kvport_v1_agent_proto_rawDescOnce sync.Once
@@ -1308,62 +2175,84 @@ func file_kvport_v1_agent_proto_rawDescGZIP() []byte {
 	return file_kvport_v1_agent_proto_rawDescData
 }
 
-var file_kvport_v1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvport_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_kvport_v1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_kvport_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_kvport_v1_agent_proto_goTypes = []any{
-	(AgentEventKind)(0),    // 0: kvport.v1.AgentEventKind
-	(*AgentCall)(nil),      // 1: kvport.v1.AgentCall
-	(*AgentAnswer)(nil),    // 2: kvport.v1.AgentAnswer
-	(*AgentAttach)(nil),    // 3: kvport.v1.AgentAttach
-	(*AgentAttached)(nil),  // 4: kvport.v1.AgentAttached
-	(*AgentFinished)(nil),  // 5: kvport.v1.AgentFinished
-	(*AgentDetach)(nil),    // 6: kvport.v1.AgentDetach
-	(*AgentDetached)(nil),  // 7: kvport.v1.AgentDetached
-	(*AgentEvent)(nil),     // 8: kvport.v1.AgentEvent
-	(*AgentPlugin)(nil),    // 9: kvport.v1.AgentPlugin
-	(*AgentState)(nil),     // 10: kvport.v1.AgentState
-	(*AgentCounter)(nil),   // 11: kvport.v1.AgentCounter
-	(*AgentHistogram)(nil), // 12: kvport.v1.AgentHistogram
-	(*AgentBlocks)(nil),    // 13: kvport.v1.AgentBlocks
-	(*Query)(nil),          // 14: kvport.v1.Query
-	(*Step)(nil),           // 15: kvport.v1.Step
-	(*Ended)(nil),          // 16: kvport.v1.Ended
-	(*ResetRequest)(nil),   // 17: kvport.v1.ResetRequest
-	(*Error)(nil),          // 18: kvport.v1.Error
-	(*Match)(nil),          // 19: kvport.v1.Match
-	(*ResetResponse)(nil),  // 20: kvport.v1.ResetResponse
-	(Side)(0),              // 21: kvport.v1.Side
-	(*Layout)(nil),         // 22: kvport.v1.Layout
-	(*BlockEvent)(nil),     // 23: kvport.v1.BlockEvent
+	(AgentEventKind)(0),       // 0: kvport.v1.AgentEventKind
+	(AgentPageResult)(0),      // 1: kvport.v1.AgentPageResult
+	(*AgentCall)(nil),         // 2: kvport.v1.AgentCall
+	(*AgentAnswer)(nil),       // 3: kvport.v1.AgentAnswer
+	(*AgentAttach)(nil),       // 4: kvport.v1.AgentAttach
+	(*AgentAttached)(nil),     // 5: kvport.v1.AgentAttached
+	(*AgentFinished)(nil),     // 6: kvport.v1.AgentFinished
+	(*AgentDetach)(nil),       // 7: kvport.v1.AgentDetach
+	(*AgentDetached)(nil),     // 8: kvport.v1.AgentDetached
+	(*AgentEvent)(nil),        // 9: kvport.v1.AgentEvent
+	(*AgentPlugin)(nil),       // 10: kvport.v1.AgentPlugin
+	(*AgentState)(nil),        // 11: kvport.v1.AgentState
+	(*AgentCounter)(nil),      // 12: kvport.v1.AgentCounter
+	(*AgentHistogram)(nil),    // 13: kvport.v1.AgentHistogram
+	(*AgentBlocks)(nil),       // 14: kvport.v1.AgentBlocks
+	(*AgentAttachPages)(nil),  // 15: kvport.v1.AgentAttachPages
+	(*AgentPagesRegion)(nil),  // 16: kvport.v1.AgentPagesRegion
+	(*AgentPagesMemory)(nil),  // 17: kvport.v1.AgentPagesMemory
+	(*AgentPagesExists)(nil),  // 18: kvport.v1.AgentPagesExists
+	(*AgentPagesFound)(nil),   // 19: kvport.v1.AgentPagesFound
+	(*AgentPagesPut)(nil),     // 20: kvport.v1.AgentPagesPut
+	(*AgentPagesGet)(nil),     // 21: kvport.v1.AgentPagesGet
+	(*AgentPagesDone)(nil),    // 22: kvport.v1.AgentPagesDone
+	(*AgentPagesAbort)(nil),   // 23: kvport.v1.AgentPagesAbort
+	(*AgentPagesAborted)(nil), // 24: kvport.v1.AgentPagesAborted
+	(*Query)(nil),             // 25: kvport.v1.Query
+	(*Step)(nil),              // 26: kvport.v1.Step
+	(*Ended)(nil),             // 27: kvport.v1.Ended
+	(*ResetRequest)(nil),      // 28: kvport.v1.ResetRequest
+	(*Error)(nil),             // 29: kvport.v1.Error
+	(*Match)(nil),             // 30: kvport.v1.Match
+	(*ResetResponse)(nil),     // 31: kvport.v1.ResetResponse
+	(Side)(0),                 // 32: kvport.v1.Side
+	(*Layout)(nil),            // 33: kvport.v1.Layout
+	(*BlockEvent)(nil),        // 34: kvport.v1.BlockEvent
 }
 var file_kvport_v1_agent_proto_depIdxs = []int32{
-	3,  // 0: kvport.v1.AgentCall.attach:type_name -> kvport.v1.AgentAttach
-	14, // 1: kvport.v1.AgentCall.match:type_name -> kvport.v1.Query
-	15, // 2: kvport.v1.AgentCall.step:type_name -> kvport.v1.Step
-	16, // 3: kvport.v1.AgentCall.finish:type_name -> kvport.v1.Ended
-	17, // 4: kvport.v1.AgentCall.reset:type_name -> kvport.v1.ResetRequest
-	6,  // 5: kvport.v1.AgentCall.detach:type_name -> kvport.v1.AgentDetach
-	18, // 6: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
-	4,  // 7: kvport.v1.AgentAnswer.attached:type_name -> kvport.v1.AgentAttached
-	19, // 8: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
-	5,  // 9: kvport.v1.AgentAnswer.finish:type_name -> kvport.v1.AgentFinished
-	20, // 10: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
-	7,  // 11: kvport.v1.AgentAnswer.detached:type_name -> kvport.v1.AgentDetached
-	8,  // 12: kvport.v1.AgentAnswer.event:type_name -> kvport.v1.AgentEvent
-	9,  // 13: kvport.v1.AgentAnswer.plugin:type_name -> kvport.v1.AgentPlugin
-	10, // 14: kvport.v1.AgentAnswer.state:type_name -> kvport.v1.AgentState
-	13, // 15: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
-	21, // 16: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
-	22, // 17: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
-	0,  // 18: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
-	11, // 19: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
-	12, // 20: kvport.v1.AgentCounter.histogram:type_name -> kvport.v1.AgentHistogram
-	23, // 21: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
-	22, // [22:22] is the sub-list for method output_type
-	22, // [22:22] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	4,  // 0: kvport.v1.AgentCall.attach:type_name -> kvport.v1.AgentAttach
+	25, // 1: kvport.v1.AgentCall.match:type_name -> kvport.v1.Query
+	26, // 2: kvport.v1.AgentCall.step:type_name -> kvport.v1.Step
+	27, // 3: kvport.v1.AgentCall.finish:type_name -> kvport.v1.Ended
+	28, // 4: kvport.v1.AgentCall.reset:type_name -> kvport.v1.ResetRequest
+	7,  // 5: kvport.v1.AgentCall.detach:type_name -> kvport.v1.AgentDetach
+	15, // 6: kvport.v1.AgentCall.attach_pages:type_name -> kvport.v1.AgentAttachPages
+	16, // 7: kvport.v1.AgentCall.pages_region:type_name -> kvport.v1.AgentPagesRegion
+	18, // 8: kvport.v1.AgentCall.pages_exists:type_name -> kvport.v1.AgentPagesExists
+	20, // 9: kvport.v1.AgentCall.pages_put:type_name -> kvport.v1.AgentPagesPut
+	21, // 10: kvport.v1.AgentCall.pages_get:type_name -> kvport.v1.AgentPagesGet
+	23, // 11: kvport.v1.AgentCall.pages_abort:type_name -> kvport.v1.AgentPagesAbort
+	29, // 12: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
+	5,  // 13: kvport.v1.AgentAnswer.attached:type_name -> kvport.v1.AgentAttached
+	30, // 14: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
+	6,  // 15: kvport.v1.AgentAnswer.finish:type_name -> kvport.v1.AgentFinished
+	31, // 16: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
+	8,  // 17: kvport.v1.AgentAnswer.detached:type_name -> kvport.v1.AgentDetached
+	9,  // 18: kvport.v1.AgentAnswer.event:type_name -> kvport.v1.AgentEvent
+	10, // 19: kvport.v1.AgentAnswer.plugin:type_name -> kvport.v1.AgentPlugin
+	11, // 20: kvport.v1.AgentAnswer.state:type_name -> kvport.v1.AgentState
+	14, // 21: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
+	17, // 22: kvport.v1.AgentAnswer.pages_memory:type_name -> kvport.v1.AgentPagesMemory
+	19, // 23: kvport.v1.AgentAnswer.pages_found:type_name -> kvport.v1.AgentPagesFound
+	22, // 24: kvport.v1.AgentAnswer.pages_done:type_name -> kvport.v1.AgentPagesDone
+	24, // 25: kvport.v1.AgentAnswer.pages_aborted:type_name -> kvport.v1.AgentPagesAborted
+	32, // 26: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
+	33, // 27: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
+	0,  // 28: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
+	12, // 29: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
+	13, // 30: kvport.v1.AgentCounter.histogram:type_name -> kvport.v1.AgentHistogram
+	34, // 31: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
+	1,  // 32: kvport.v1.AgentPagesDone.results:type_name -> kvport.v1.AgentPageResult
+	33, // [33:33] is the sub-list for method output_type
+	33, // [33:33] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_agent_proto_init() }
@@ -1379,6 +2268,12 @@ func file_kvport_v1_agent_proto_init() {
 		(*AgentCall_Finish)(nil),
 		(*AgentCall_Reset_)(nil),
 		(*AgentCall_Detach)(nil),
+		(*AgentCall_AttachPages)(nil),
+		(*AgentCall_PagesRegion)(nil),
+		(*AgentCall_PagesExists)(nil),
+		(*AgentCall_PagesPut)(nil),
+		(*AgentCall_PagesGet)(nil),
+		(*AgentCall_PagesAbort)(nil),
 	}
 	file_kvport_v1_agent_proto_msgTypes[1].OneofWrappers = []any{
 		(*AgentAnswer_Attached)(nil),
@@ -1390,14 +2285,18 @@ func file_kvport_v1_agent_proto_init() {
 		(*AgentAnswer_Plugin)(nil),
 		(*AgentAnswer_State)(nil),
 		(*AgentAnswer_Blocks)(nil),
+		(*AgentAnswer_PagesMemory)(nil),
+		(*AgentAnswer_PagesFound)(nil),
+		(*AgentAnswer_PagesDone)(nil),
+		(*AgentAnswer_PagesAborted)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_agent_proto_rawDesc), len(file_kvport_v1_agent_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   13,
+			NumEnums:      2,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -23,8 +23,9 @@ _SILENCE = 10.0  # seconds between two reports of one hook
 class Faults:
     """Counts what went wrong in each hook and reports it without flooding the log."""
 
-    def __init__(self) -> None:
-        """Begin with nothing wrong."""
+    def __init__(self, to: logging.Logger = log) -> None:
+        """Begin with nothing wrong; reports go to that logger, which is the engine's."""
+        self._log = to
         self.counts: dict[str, int] = {}
         self._reported: dict[str, float] = {}
 
@@ -34,7 +35,7 @@ class Faults:
         now = time.monotonic()
         if now - self._reported.get(hook, -_SILENCE) >= _SILENCE:
             self._reported[hook] = now
-            log.exception("kvport: %s failed (%d so far); going on without external KV", hook, self.counts[hook])
+            self._log.exception("kvport: %s failed (%d so far); going on without external KV", hook, self.counts[hook])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:

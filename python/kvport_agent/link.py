@@ -53,10 +53,14 @@ class RefusedError(Exception):
 class Link:
     """The connection of one side. Used by one thread."""
 
-    def __init__(self, spawner: Spawner, attach: Callable[[], tuple[Any, int | None]]) -> None:
-        """Take what finds the agent, and what makes the AgentAttach and the memory's descriptor."""
+    def __init__(
+        self, spawner: Spawner, attach: Callable[[], tuple[Any, int | None]], kind: str = "attach", to: logging.Logger = log
+    ) -> None:
+        """Take what finds the agent, what makes the first call, of that kind, and the memory's descriptor, and the engine's logger."""
+        self._log = to
         self._spawner = spawner
         self._attach = attach
+        self._kind = kind
         self._call = message("AgentCall")
         self._answer = message("AgentAnswer")
         self.state = State.DOWN
@@ -124,6 +128,38 @@ class Link:
             return False
         return True
 
+    def post(self, fd: int | None = None, **fields: Any) -> int | None:
+        """Send a call, with a descriptor beside it, and do not wait; answer gives what comes. None: it was not sent."""
+        if self.state is not State.UP or self._frames is None:
+            return None
+        self._next_id += 1
+        number = self._next_id
+        try:
+            if fd is not None and not self._frames.flush():  # it goes with the first byte of its own frame
+                raise LostError("the agent does not read")
+            self._frames.send(self._call(id=number, **fields).SerializeToString(), fd)
+        except LostError as err:
+            self._drop(str(err))
+            return None
+        self._wanted.add(number)
+        return number
+
+    def answer(self, number: int) -> Any:
+        """Give what a call that was posted was answered, once; None: nothing yet, or never."""
+        if number not in self._answers:
+            return None
+        self._wanted.discard(number)
+        return self._answers.pop(number)
+
+    def forget(self, number: int) -> None:
+        """Say that nobody waits for a posted call's answer any more."""
+        self._wanted.discard(number)
+        self._answers.pop(number, None)
+
+    def fileno(self) -> int | None:
+        """Give what becomes readable when the agent says something; None without a connection."""
+        return self._frames.fileno() if self._frames is not None else None
+
     def call(self, timeout: float, **fields: Any) -> Any:
         """Send a call and wait at most so long for its answer; None if there is none by then."""
         self._next_id += 1
@@ -175,7 +211,7 @@ class Link:
             self._next_id += 1
             self._wanted = {self._next_id}
             self._answers.clear()
-            self._frames.send(self._call(id=self._next_id, attach=body).SerializeToString(), fd)
+            self._frames.send(self._call(id=self._next_id, **{self._kind: body}).SerializeToString(), fd)
         except (LostError, OSError) as err:
             self._drop(str(err))
             return
@@ -216,7 +252,7 @@ class Link:
         assert self._frames is not None and self._fence is not None
         fd = self._frames.take_fd()
         if fd is None:
-            log.warning("kvport: plugin %s (pid %d) was announced without its pidfd", plugin.name, plugin.pid)
+            self._log.warning("kvport: plugin %s (pid %d) was announced without its pidfd", plugin.name, plugin.pid)
             return
         self._fence.add(fd, plugin.pid)
 
@@ -240,7 +276,7 @@ class Link:
         """End a connection: from now on nothing of it is believed, and nobody may use its blocks yet."""
         if self._frames is not None:
             self._frames.close()
-        log.warning("kvport: no agent: %s", why)
+        self._log.warning("kvport: no agent: %s", why)
         self._frames = None
         self.lost += 1
         self._lost_life, self.life = self.life, 0

@@ -1,0 +1,1 @@
+"""What every shim needs: the program kvport and its agent, found, started, heard and, when it dies, fenced."""

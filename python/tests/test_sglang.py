@@ -1,0 +1,482 @@
+"""The backend of SGLang with a real agent and real plugins: what SGLang calls, and what goes wrong."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+import sglang_engine as rig
+import sglang_fakes as fakes
+
+fakes.install()
+
+from kvport_agent.errors import ConfigError, UnsupportedError  # noqa: E402
+from kvport_sglang import backend as backend_  # noqa: E402
+from kvport_sglang import config, early, stats  # noqa: E402
+
+PAGES = list(range(20))
+
+
+@pytest.fixture
+def engine(here):
+    """Make engines that are closed at the end."""
+    made = []
+
+    def make(**more):
+        made.append(rig.Engine(here, **more))
+        return made[-1]
+
+    yield make
+    for e in made:
+        e.close()
+
+
+def files(folder):
+    """The files of the typical store that hold a page."""
+    size = 2 * fakes.LAYERS * fakes.TOKENS * fakes.TOKEN_BYTES
+    return sorted(p for p in (folder / "store").rglob("*") if p.is_file() and p.stat().st_size >= size)
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("layout", fakes.LAYOUTS)
+@pytest.mark.parametrize("shm", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("trace", ["store", "faults"])
+def test_recorded_calls(engine, layout, shm, trace):
+    e = engine(layout=layout, shm=shm)
+    player = rig.Player(e)
+    player.play(rig.recorded(trace))
+    names = rig.keys(0, 17)
+    other = engine(layout=layout, shm=shm)  # a new process would be the same to the agent
+    assert other.exists(names) == 18
+    assert other.get(names, PAGES[1:19]) == [True] * 18
+    assert e.backend.faults.counts == other.backend.faults.counts == {}
+    assert e.numbers()["kvport_sglang_put_done_pages_total"] == len(player.stored) + again(trace)
+    moved = other.backend.get_stats()
+    assert moved.prefetch_pgs and sum(moved.prefetch_pgs) == 18 and moved.backup_pgs == []
+    assert other.backend.get_stats().prefetch_pgs == []
+
+
+def again(trace):
+    """Pages that the recording puts more than once."""
+    puts = [k for r in rig.recorded(trace) if r.get("method") == "batch_set_v1" for k in range(r["keys"][0], r["keys"][1] + 1)]
+    return len(puts) - len(set(puts))
+
+
+@pytest.mark.parametrize("v1", [True, False], ids=["beside addresses", "alone"])
+def test_tensors(engine, v1):
+    e = engine(layout="layer_first", interface_v1=int(v1))
+    names = rig.keys(0, 8)
+    pages = [fakes.Tensor(b"".join(fakes.content(n).values())) for n in names]
+    blank = [e.pool.get_dummy_flat_data_page() for _ in names]
+    assert e.backend.batch_get(names, blank) == [None] * 9 and not any(blank[0].bytes())
+    assert e.backend.batch_set(names, pages) and e.backend.set(rig.key(77), pages[0])
+    got = e.backend.batch_get([*names, rig.key(99)], [*blank, e.pool.get_dummy_flat_data_page()])
+    assert [g and g.bytes() for g in got] == [p.bytes() for p in pages] + [None]
+    assert got[0] is blank[0]
+    assert e.backend.get(rig.key(77)).bytes() == pages[0].bytes() and e.backend.get(rig.key(78)) is None
+    assert not e.backend.batch_set(names, [fakes.Tensor(b"x" * 16)] * 9) and e.backend.faults.counts == {"batch_set": 1}
+    if v1:  # the same page at its addresses has its bytes in another order
+        assert e.exists(names) == 0 and e.get(names, PAGES[:9]) == [False] * 9
+    else:
+        assert e.exists(names) == 9 and e.backend.exists(names[3]) and not e.backend.exists(rig.key(99))
+
+
+def test_pages_of_other_engines(engine):
+    mine = engine()
+    names = rig.keys(0, 5)
+    assert all(mine.set(names, PAGES[:6]))
+    others = [
+        {"layout": "page_first_direct"},
+        {"layout": "layer_first"},
+        {"weights": b"other weights"},
+        {"pool": fakes.MHATokenToKVPoolHost(dtype="torch.int32")},
+        {"storage": {"tp_size": 2}},
+        {"storage": {"tp_size": 2, "tp_rank": 1}},
+        {"storage": {"pp_size": 2, "pp_rank": 1}},
+    ]
+    for more in others:
+        e = engine(**more)
+        assert e.exists(names) == 0, more
+        assert e.get(names, PAGES[:6]) == [False] * 6, more
+        assert all(e.set(names, PAGES[:6])) and all(e.get(names, PAGES[6:12])), more
+    assert all(engine(storage={"dp_rank": 1, "dp_size": 2}).get(names, PAGES[:6])), "replicas share"
+    assert all(mine.get(names, PAGES[:6]))
+
+
+def test_a_hundred_damaged_pages(engine, here):
+    e = engine()
+    names = rig.keys(0, 149)
+    for at in range(0, 150, 50):
+        assert all(e.set(names[at : at + 50], list(range(50))))
+    stored = files(here)
+    assert len(stored) == 150
+    for path in stored[:100]:
+        damage(path)
+    right = [r for at in range(0, 150, 50) for r in e.get(names[at : at + 50], list(range(50)))]
+    assert right.count(False) == 100
+    assert e.counts("kvport_integrity_failures_total", 100) == 100
+    assert e.numbers()["kvport_sglang_get_failed_pages_total"] == 100
+    for at in range(0, 150, 50):  # SGLang computes what did not come, and puts it again
+        assert all(e.set(names[at : at + 50], list(range(50))))
+        assert all(e.get(names[at : at + 50], list(range(50))))
+
+
+def test_holes_are_mended(engine, here):
+    e = engine()
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    before = set(files(here))
+    assert all(e.set([rig.key("x")], [0]))
+    for path in set(files(here)) - before:
+        path.unlink()
+    hole = [*names[:4], rig.key("x"), *names[4:]]
+    other = engine()
+    assert other.exists(hole) == 4
+    assert other.get(hole, PAGES[:11]) == [True] * 4 + [False] + [True] * 6
+    assert all(other.set(hole[4:], PAGES[:7]))
+    assert other.exists(hole) == 11 and all(other.get(hole, PAGES[:11]))
+
+
+def strike(pid, sign):
+    os.kill(pid, sign)
+    deadline = time.monotonic() + rig.LIMIT
+    while True:
+        with contextlib.suppress(OSError):
+            if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ" and time.monotonic() < deadline:
+                time.sleep(0.002)
+                continue
+        return
+
+
+FAST = {"exists_ms": 50, "get_ms": 300, "put_ms": 300}
+
+
+def test_plugin_stopped(engine):
+    e = engine(settings=FAST)
+    names = rig.keys(0, 9)
+    until(lambda: all(e.set(names, PAGES[:10])))
+    (pid,) = e.agent()[1]
+    strike(pid, signal.SIGSTOP)
+    assert e.exists(names) == 0
+    assert e.get(names, PAGES[:10]) == [False] * 10
+    assert e.set(rig.keys(20, 29), PAGES[:10]) == [False] * 10
+    assert e.agent()[0] and e.backend._client.ready, "the agent has answered for it"
+    before = e.pool.scribble(3)
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: e.exists(names) == 10)
+    assert e.pool.spare(before, []), "a late load was written to the pool"
+    until(lambda: all(e.get(names, PAGES[:10])))
+
+
+def until(what):
+    deadline = time.monotonic() + rig.LIMIT
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_plugin_killed(engine):
+    e = engine()
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    os.kill(e.agent()[1][0], signal.SIGKILL)
+    e.get(names, PAGES[:10])
+    until(lambda: e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
+
+
+def test_agent_killed(engine):
+    e = engine()
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    agent, plugins = e.agent()
+    os.kill(agent, signal.SIGKILL)
+    e.exists(names)
+    e.get(names, PAGES[:10])
+    until(lambda: e.exists(names) == 10)
+    assert all(e.get(names, PAGES[:10]))
+    assert e.backend._client.lost == 1 and e.agent()[0] != agent
+    for pid in plugins:
+        assert not pathlib.Path(f"/proc/{pid}/exe").exists(), "a plugin of the dead agent lives"
+
+
+def test_agent_stopped(engine):
+    e = engine(settings=FAST)
+    names = rig.keys(0, 9)
+    until(lambda: all(e.set(names, PAGES[:10])))
+    agent = e.agent()[0]
+    strike(agent, signal.SIGSTOP)
+    assert e.exists(names) == 0
+    assert e.get(names, PAGES[:10]) == [False] * 10
+    before = e.pool.scribble(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(agent, signal.SIGCONT)
+    until(lambda: e.exists(names) == 10)
+    assert e.pool.spare(before, []), "an agent that was given up has written to the pool"
+    assert e.agent()[0] != agent
+
+
+def test_pool_shrinks(engine):
+    e = engine()
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    agent = e.agent()[0]
+    os.ftruncate(e.pool.allocator.fd, 4096)
+    assert e.backend.batch_get_v1(names, fakes.rows_of(PAGES[:10])) == [False] * 10
+    assert e.backend.batch_set_v1(rig.keys(30, 39), fakes.rows_of(PAGES[:10])) == [False] * 10
+    assert e.exists(names) == 10 and e.agent()[0] == agent
+    assert e.numbers()["kvport_sglang_get_memory_pages_total"] == 10
+    os.ftruncate(e.pool.allocator.fd, e.pool.bytes)
+
+
+def test_engine_dies(here, binaries):
+    code = (
+        "import sys, time, pathlib; sys.path[:0] = sys.argv[2:]\n"
+        "import sglang_fakes; sglang_fakes.install()\nimport sglang_engine as rig\n"
+        "e = rig.Engine(pathlib.Path(sys.argv[1])); e.set(rig.keys(0, 9), list(range(10)))\n"
+        "print(*[e.agent()[0], *e.agent()[1]], flush=True); time.sleep(600)\n"
+    )
+    import sys
+
+    paths = [str(rig.HERE), str(rig.HERE.parent)]
+    child = subprocess.Popen([sys.executable, "-c", code, str(here), *paths], stdout=subprocess.PIPE, text=True)
+    lines = iter(child.stdout.readline, "")  # the agent says that it is ready, too
+    pids = next([int(p) for p in line.split()] for line in lines if not line.startswith("kvport:"))
+    assert len(pids) == 2
+    child.kill()
+    child.wait()
+    until(lambda: not any(pathlib.Path(f"/proc/{p}/exe").exists() for p in pids))
+    child.stdout.close()
+
+
+def test_calls_at_once(engine):
+    e = engine()
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    wrong = []
+
+    def puts():
+        for n in range(20):
+            if not all(e.backend.batch_set_v1(rig.keys(100 + n, 100 + n), fakes.rows_of([40]))):
+                wrong.append("put")
+
+    def asks():
+        for _ in range(50):
+            if e.backend.batch_exists(names) != 10:
+                wrong.append("exists")
+
+    threads = [threading.Thread(target=t) for t in (puts, asks)]
+    for t in threads:
+        t.start()
+    for _ in range(20):
+        if e.backend.batch_get_v1(names, fakes.rows_of(PAGES[:10])) != [True] * 10:
+            wrong.append("get")
+        if not all(e.pool.holds(p, n) for p, n in zip(PAGES, names, strict=False)):
+            wrong.append("content")
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+def test_thousands_of_keys(engine, monkeypatch):
+    e = engine()
+    assert all(e.set(rig.keys(0, 9), PAGES[:10]))
+    assert e.exists(rig.keys(0, 9) + rig.keys(1000, 6000)) == 10
+    assert e.exists(rig.keys(0, 9) + rig.keys(1000, 1001) * 40_000) == 10
+    monkeypatch.setattr(backend_, "_MOST_NUMBERS", 1000)  # several messages for one call
+    many = rig.keys(0, 9) * 300
+    assert e.backend.batch_get_v1(many, fakes.rows_of(PAGES[:10] * 300)) == [True] * 3000
+
+
+def server(here):
+    """A server that speaks RESP, or None where make deps has not fetched it."""
+    program = rig.HERE.parent.parent / ".deps" / "valkey" / "valkey-server"
+    assert program.exists(), "run make deps"
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    child = subprocess.Popen(
+        [str(program), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(here)], stdout=subprocess.DEVNULL
+    )
+
+    def up():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+
+    until(up)
+    return child, f"127.0.0.1:{port}"
+
+
+def filled(value, values):
+    """Put what a fixture leaves open into its config."""
+    if isinstance(value, dict):
+        return {k: filled(v, values) for k, v in value.items()}
+    if isinstance(value, list):
+        return [filled(v, values) for v in value]
+    for name, text in values.items():
+        value = value.replace(f"@{name}@", text) if isinstance(value, str) else value
+    return value
+
+
+@pytest.mark.parametrize("name,fixture", list(rig.fixtures()), ids=lambda v: v if isinstance(v, str) else "")
+def test_every_plugin(engine, here, name, fixture):
+    child, address = server(here)
+    try:
+        inner = filled(fixture["setups"][0]["config"], {"TMP": str(here), "SERVER": address, "NAME": name, "ROLE": "kv_both"})
+        more = {"connector": fixture["connector"], "inner": inner}
+        if fixture.get("holds") or fixture.get("peers"):
+            with pytest.raises(ConfigError, match="stores none"):
+                engine(**more)
+            return
+        e = engine(**more)
+        names = rig.keys(0, 17)
+        assert e.exists(names) == 0
+        assert e.set(names, PAGES[:18]) == [True] * 18
+        until(lambda: e.exists(names) == 18)
+        assert e.get(names, PAGES[1:19]) == [True] * 18
+        assert e.backend.faults.counts == {}
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_store_hangs(engine, here):
+    child, address = server(here)
+    try:
+        name, fixture = next((n, f) for n, f in rig.fixtures() if "server_full" in f.get("quota", {}))
+        inner = filled(fixture["setups"][0]["config"], {"TMP": str(here), "SERVER": address, "NAME": name})
+        e = engine(connector=fixture["connector"], inner=inner, settings=FAST)
+        names = rig.keys(0, 9)
+        until(lambda: all(e.set(names, PAGES[:10])))
+        strike(child.pid, signal.SIGSTOP)
+        for _ in range(3):
+            assert e.exists(names) == 0
+            assert e.get(names, PAGES[:10]) == [False] * 10
+            assert e.set(rig.keys(20, 29), PAGES[:10]) == [False] * 10
+        os.kill(child.pid, signal.SIGCONT)
+        until(lambda: e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
+    finally:
+        child.kill()
+        child.wait()
+
+
+# -- the start
+
+
+WRONG = {
+    "kv_transfer_config: is missing": {"kv_transfer_config": None},
+    "kv_transfer_config: is the outer": {"kv_transfer_config": {"kv_transfer_config": {}}},
+    "kv_connector: is not known here": {"kv_connector": "x"},
+    "kvport_sglang.exits_ms: is not known": {"kvport_sglang": {"exits_ms": 5}},
+    "kvport_sglang.exists_ms: is 0": {"kvport_sglang": {"exists_ms": 0}},
+    "kvport_sglang.get_ms: is True": {"kvport_sglang": {"get_ms": True}},
+    "kvport_sglang.agent_socket_dir: is 3": {"kvport_sglang": {"agent_socket_dir": 3}},
+    "kvport_sglang: is 3": {"kvport_sglang": 3},
+}
+
+
+@pytest.mark.parametrize("want", WRONG)
+def test_wrong_config(here, want):
+    with pytest.raises(ConfigError, match=want):
+        config.parse({**rig.extra(here), **WRONG[want]}, "r")
+
+
+def test_config_before_the_model(here):
+    import json
+    import types
+
+    def args(value, backend="dynamic"):
+        return types.SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=value)
+
+    wrong = rig.extra(here, connector="NoSuchConnector")
+    early.check(None, args(json.dumps(rig.extra(here))))
+    early.check(None, args(json.dumps(wrong), backend="file"))
+    early.check(None, args("@file.json"))
+    early.check(None, args({**wrong, "module_path": "other"}))
+    for value in (json.dumps(wrong), wrong):
+        with pytest.raises(ConfigError, match=r"kv_transfer_config: .*NoSuchConnector"):
+            early.check(None, args(value))
+    registry = types.SimpleNamespace(register=lambda *a: hooks.append(a))
+    hooks = []
+    import sys
+
+    sys.modules["sglang.srt.plugins.hook_registry"] = types.SimpleNamespace(
+        HookRegistry=registry, HookType=types.SimpleNamespace(BEFORE="before")
+    )
+    early.register()
+    assert hooks == [("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")]
+
+
+def test_what_cannot_be_served(here, engine):
+    with pytest.raises(UnsupportedError, match="split the heads"):
+        engine(storage={"should_split_heads": True})
+    with pytest.raises(UnsupportedError, match="does not name the model"):
+        backend_.KvportHiCache(fakes.storage_config(rig.extra(here), ""))
+    with pytest.raises(ConfigError, match="memory_bytes: is 100, want at least two pages"):
+        engine(settings={"memory_bytes": 100})
+    e = engine()
+    with pytest.raises(UnsupportedError, match="kind mamba"):
+        e.backend.register_mem_host_pool_v2(e.pool, fakes.PoolName.MAMBA)
+    with pytest.raises(UnsupportedError, match="another pool"):
+        e.backend.register_mem_pool_host(fakes.MHATokenToKVPoolHost())
+    assert e.backend.batch_get_v1([rig.key(1)], fakes.rows_of([1, 2])) == [False], "rows that do not fit the keys"
+    assert e.backend.faults.counts == {"batch_get_v1": 1}
+    assert e.backend.batch_get_v1([], fakes.rows_of([])) == [] and e.backend.batch_exists([]) == 0
+
+
+def test_a_pool_of_two_pieces(engine):
+    pool = fakes.MHATokenToKVPoolHost(shm=False)
+    other = fakes.MHATokenToKVPoolHost()
+    pool.allocator = other.allocator  # its first piece is not where the pages are
+    e = engine(pool=pool)
+    names = rig.keys(0, 5)
+    assert all(e.set(names, PAGES[:6])) and all(e.get(names, PAGES[6:12]))
+    assert e.numbers()["kvport_sglang_copied_bytes_total"] > 0 and e.backend.faults.counts == {}
+
+
+def test_ranks_of_mla(engine):
+    names = rig.keys(0, 3)
+    first = engine(storage={"tp_size": 2, "is_mla_model": True})
+    assert all(first.set(names, PAGES[:4]))
+    assert all(engine(storage={"tp_size": 2, "tp_rank": 1, "is_mla_model": True}).get(names, PAGES[:4]))
+
+
+def test_keys():
+    assert backend_.key_of(rig.key(1)).hex() == rig.key(1)
+    odd = {backend_.key_of(k) for k in ("", "zz", "0" * 64, rig.key(1)[:-1], rig.key(1) + "00", rig.key(1))}
+    assert len(odd) == 6 and all(len(k) == 32 and any(k) for k in odd)
+    assert backend_.flat_key_of(rig.key(1)) != backend_.key_of(rig.key(1))
+
+
+def test_numbers_across_agents():
+    import types
+
+    def state(n):
+        c = types.SimpleNamespace(name="a_total", labels=["call", "get"], value=n, gauge=False, HasField=lambda _: False)
+        return types.SimpleNamespace(counters=[c])
+
+    numbers = stats.Numbers()
+    numbers.take_state(state(3))
+    numbers.agent_lost()
+    numbers.take_state(state(2))
+    assert numbers.all() == {'a_total{call="get"}': 5}
+
+
+def test_nothing_is_left(engine, here):
+    e = engine()
+    fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        shutil.rmtree(here / "store", ignore_errors=True)
+        e.set(rig.keys(0, 5), PAGES[:6])
+        e.get(rig.keys(0, 5), PAGES[:6])
+    assert len(os.listdir("/proc/self/fd")) == fds
