@@ -4,7 +4,6 @@
 package cluster
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -20,7 +19,7 @@ import (
 )
 
 // readyLine is what `kvport serve` and `kvport route` print once they accept requests.
-var readyLine = regexp.MustCompile(`\bready\b.*\burl=(https?://\S+)`)
+var readyLine = regexp.MustCompile(`^[^{]*\bready\b.*\burl=(https?://\S+)`)
 
 // startTimeout covers reading and packing the real model's weights on a busy machine.
 const startTimeout = 2 * time.Minute
@@ -38,25 +37,23 @@ type Process struct {
 // Start runs binary with args and waits until it prints its ready line. Output goes to log line by
 // line, prefixed with name; log may be nil. The process gets SIGKILL if this one dies.
 func Start(ctx context.Context, log io.Writer, name, binary string, args ...string) (*Process, error) {
-	p := &Process{Name: name, logs: &tail{name: name, out: log}, done: make(chan struct{})}
+	p := &Process{Name: name, logs: &tail{name: name, out: log, ready: make(chan string, 1)}, done: make(chan struct{})}
 	// The process outlives ctx, which only bounds the start.
 	p.cmd = exec.CommandContext(context.WithoutCancel(ctx), binary, args...)
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	p.cmd.Stderr = p.logs
-	stdout, err := p.cmd.StdoutPipe()
-	if err != nil {
-		return nil, fmt.Errorf("start %s: %w", name, err)
-	}
+	p.cmd.Stdout, p.cmd.Stderr = p.logs, p.logs // one pipe: what was logged before the ready line has come when that has
 	if err := p.cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
-	ready := make(chan string, 1)
-	go p.watch(stdout, ready)
+	go func() {
+		p.err = p.cmd.Wait()
+		close(p.done)
+	}()
 
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	select {
-	case p.URL = <-ready:
+	case p.URL = <-p.logs.ready:
 		return p, nil
 	case <-p.done:
 		return nil, fmt.Errorf("%s ended before it was ready: %w\n%s", name, errors.Join(p.err, errEnded), p.logs.last())
@@ -67,22 +64,6 @@ func Start(ctx context.Context, log io.Writer, name, binary string, args ...stri
 }
 
 var errEnded = errors.New("process ended")
-
-func (p *Process) watch(stdout io.Reader, ready chan<- string) {
-	lines := bufio.NewScanner(stdout)
-	for lines.Scan() {
-		if m := readyLine.FindStringSubmatch(lines.Text()); m != nil {
-			select {
-			case ready <- strings.TrimRight(m[1], "/"):
-			default:
-			}
-			continue
-		}
-		_, _ = p.logs.Write(append(lines.Bytes(), '\n'))
-	}
-	p.err = p.cmd.Wait()
-	close(p.done)
-}
 
 // PID is the process id.
 func (p *Process) PID() int { return p.cmd.Process.Pid }
@@ -140,8 +121,9 @@ func (p *Process) Stop(ctx context.Context) error {
 
 // tail passes output on and keeps the last lines for error messages.
 type tail struct {
-	name string
-	out  io.Writer
+	name  string
+	out   io.Writer
+	ready chan string // gets the URL of the first ready line
 
 	mu    sync.Mutex
 	lines []string
@@ -161,6 +143,13 @@ func (t *tail) Write(b []byte) (int, error) {
 			return len(b), nil
 		}
 		t.part = rest
+		if m := readyLine.FindStringSubmatch(line); m != nil {
+			select {
+			case t.ready <- strings.TrimRight(m[1], "/"):
+			default:
+			}
+			continue
+		}
 		if t.lines = append(t.lines, line); len(t.lines) > tailLines {
 			t.lines = slices.Delete(t.lines, 0, 1)
 		}

@@ -61,7 +61,7 @@ func (r *Rig) Plugin(p *cluster.Process) (pid int) {
 	r.Helper()
 	require.Eventually(r, func() bool {
 		h, err := r.Client.Health(r.Context(), p.URL)
-		if err == nil && h.Connector.State == "ready" {
+		if err == nil && h.Connector.State == "ready" && cluster.Alive(h.Connector.PID) { // not one whose end was not seen yet
 			pid = h.Connector.PID
 		}
 		return pid != 0
