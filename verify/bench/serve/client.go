@@ -149,12 +149,12 @@ func (c *Client) Send(ctx context.Context, r *Request, piece func()) (Answer, er
 		if e, ok := errors.AsType[*net.OpError](err); ok && e.Op == "dial" {
 			kind = "connect"
 		}
-		return Answer{}, &Failure{kind, err}
+		return Answer{}, &RequestError{kind, err}
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1024))
-		return Answer{}, &Failure{fmt.Sprintf("status %d", resp.StatusCode), errors.New(string(bytes.TrimSpace(text)))}
+		return Answer{}, &RequestError{fmt.Sprintf("status %d", resp.StatusCode), errors.New(string(bytes.TrimSpace(text)))}
 	}
 	s := &stream{piece: piece}
 	if err := s.read(resp.Body); err != nil {
@@ -179,7 +179,7 @@ func (s *stream) read(r io.Reader) error {
 			if errors.Is(err, io.EOF) {
 				err = io.ErrUnexpectedEOF
 			}
-			return &Failure{"cut", fmt.Errorf("the stream ended without [DONE]: %w", err)}
+			return &RequestError{"cut", fmt.Errorf("the stream ended without [DONE]: %w", err)}
 		}
 		data, found := strings.CutPrefix(strings.TrimSpace(line), "data:")
 		if !found {
@@ -190,10 +190,10 @@ func (s *stream) read(r io.Reader) error {
 		}
 		var e event
 		if err := json.Unmarshal([]byte(data), &e); err != nil {
-			return &Failure{"error event", fmt.Errorf("%q: %w", data[:min(len(data), 200)], err)}
+			return &RequestError{"error event", fmt.Errorf("%q: %w", data[:min(len(data), 200)], err)}
 		}
 		if len(e.Error) > 0 && string(e.Error) != "null" {
-			return &Failure{"error event", errors.New(string(e.Error))}
+			return &RequestError{"error event", errors.New(string(e.Error))}
 		}
 		s.add(&e)
 	}
@@ -220,17 +220,17 @@ func (c *Client) check(r *Request, s *stream) error {
 	a := &s.answer
 	switch {
 	case !s.finished:
-		return &Failure{"cut", errors.New("no choice has a finish_reason")}
+		return &RequestError{"cut", errors.New("no choice has a finish_reason")}
 	case !s.counted:
-		return &Failure{"usage", errors.New("the stream has no usage")}
+		return &RequestError{"usage", errors.New("the stream has no usage")}
 	case a.Tokens != nil && len(a.Tokens) != a.Completed:
-		return &Failure{"usage", fmt.Errorf("%d token ids, and usage counts %d", len(a.Tokens), a.Completed)}
+		return &RequestError{"usage", fmt.Errorf("%d token ids, and usage counts %d", len(a.Tokens), a.Completed)}
 	case c.Form == Tokens && r.Text == "" && a.Prompt != len(r.Prompt()):
-		return &Failure{"usage", fmt.Errorf("%d prompt tokens were sent, and usage counts %d", len(r.Prompt()), a.Prompt)}
+		return &RequestError{"usage", fmt.Errorf("%d prompt tokens were sent, and usage counts %d", len(r.Prompt()), a.Prompt)}
 	case c.Own && a.Completed != r.MaxTokens:
-		return &Failure{"short", fmt.Errorf("%d tokens were asked for, and %d came", r.MaxTokens, a.Completed)}
+		return &RequestError{"short", fmt.Errorf("%d tokens were asked for, and %d came", r.MaxTokens, a.Completed)}
 	case r.Want != nil && !slices.Equal(a.Tokens, r.Want):
-		return &Failure{"tokens", errors.New("the tokens are not those of a single engine")}
+		return &RequestError{"tokens", errors.New("the tokens are not those of a single engine")}
 	}
 	return nil
 }

@@ -87,7 +87,7 @@ func TestKinds(t *testing.T) {
 				require.NoError(t, err)
 				return
 			}
-			var f *Failure
+			var f *RequestError
 			require.ErrorAs(t, err, &f)
 			require.Equal(t, test.kind, f.Kind, "%v", err)
 		})
@@ -95,7 +95,7 @@ func TestKinds(t *testing.T) {
 	c, _ := server(t, 200, "")
 	c.URL = "http://127.0.0.1:1"
 	_, err := c.Send(t.Context(), asked(), func() {})
-	var f *Failure
+	var f *RequestError
 	require.ErrorAs(t, err, &f)
 	require.Equal(t, "connect", f.Kind)
 }

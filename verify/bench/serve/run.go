@@ -10,7 +10,7 @@ import (
 
 // Sender sends one request and reads its answer.
 type Sender interface {
-	// Send calls piece whenever some of the answer's tokens have arrived. The error is a *Failure, or is counted as "other".
+	// Send calls piece whenever some of the answer's tokens have arrived. The error is a *RequestError, or is counted as "other".
 	Send(ctx context.Context, r *Request, piece func()) (Answer, error)
 }
 
@@ -21,17 +21,17 @@ type Answer struct {
 	Completed int     // tokens of the answer, by its own count
 }
 
-// Failure is why a request was not answered as it should have been.
-type Failure struct {
+// RequestError is why a request was not answered as it should have been.
+type RequestError struct {
 	Kind string // connect, status 429, error event, cut, timeout, usage, short, tokens, not sent, interrupted, other
 	Err  error
 }
 
 // Error implements error.
-func (f *Failure) Error() string { return f.Kind + ": " + f.Err.Error() }
+func (e *RequestError) Error() string { return e.Kind + ": " + e.Err.Error() }
 
 // Unwrap gives the cause.
-func (f *Failure) Unwrap() error { return f.Err }
+func (e *RequestError) Unwrap() error { return e.Err }
 
 // Outcome is how one request went, as the client saw it. Times are from the beginning of the run.
 type Outcome struct {
@@ -149,13 +149,13 @@ func (r *run) one(ctx context.Context, request *Request, o *Outcome) {
 	}
 	r.failed.Add(1)
 	o.Kind, o.Err = "other", err
-	if f, ok := errors.AsType[*Failure](err); ok {
+	if f, ok := errors.AsType[*RequestError](err); ok {
 		o.Kind = f.Kind
 	}
-	switch ctx.Err() {
-	case context.DeadlineExceeded:
+	switch ended := ctx.Err(); {
+	case errors.Is(ended, context.DeadlineExceeded):
 		o.Kind = "timeout"
-	case context.Canceled:
+	case ended != nil:
 		o.Kind = "interrupted"
 	}
 }
