@@ -184,6 +184,7 @@ func (e *Engine) Submit(ctx context.Context, req Request) (<-chan Output, error)
 	if err := e.register(st); err != nil {
 		return nil, err
 	}
+	e.metrics.await(st)
 	// If ctx ends before the loop has seen the request, add notices.
 	st.unwatch = context.AfterFunc(ctx, func() { e.do(func(l *loop) { l.abort(st) }) })
 	e.do(func(l *loop) { l.add(st, seq) })

@@ -339,6 +339,31 @@ func TestUsage(t *testing.T) {
 	require.Equal(t, 33+1+33+16, r.metric(t, "kvport_prompt_tokens_total", "local_compute"))
 }
 
+// Prompts wait until their first token, or until their client leaves; those that the engine has not taken in yet do, too.
+func TestPromptTokensWaiting(t *testing.T) {
+	cfg := simConfig(t)
+	g := &gate{Model: cfg.Model, open: make(chan struct{})}
+	cfg.Model = g
+	r := start(t, cfg)
+	waiting := func() int { return r.metric(t, "kvport_prompt_tokens_waiting", "") }
+	first := submit(t, r, Request{ID: "a", Prompt: slices.Repeat([]int32{1}, 30), MaxTokens: 50, IgnoreEOS: true})
+	require.Equal(t, 30, waiting())
+	ctx, leave := context.WithCancel(t.Context())
+	left, err := r.Submit(ctx, Request{ID: "b", Prompt: slices.Repeat([]int32{2}, 12), MaxTokens: 50, IgnoreEOS: true})
+	require.NoError(t, err)
+	require.Equal(t, 42, waiting())
+	_, err = r.Submit(t.Context(), Request{ID: "c", MaxTokens: 1})
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Equal(t, 42, waiting(), "what is refused does not wait")
+	leave()
+	close(g.open)
+	require.Len(t, collect(first).tokens, 50)
+	require.Equal(t, connector.ReasonAbort, collect(left).last.Reason)
+	require.Zero(t, waiting())
+	_ = collect(submit(t, r, Request{ID: "d", Prompt: []int32{1, 2}, Query: true}))
+	require.Zero(t, waiting(), "a cache query waits for no token")
+}
+
 func TestRefusals(t *testing.T) {
 	cfg := simConfig(t)
 	cfg.MaxModelLen, cfg.MaxWaiting, cfg.MaxSeqs = 100, 1, 1

@@ -336,6 +336,7 @@ type stream struct {
 	asked   *sched.Request // to be used by the loop, as what follows
 	brought brought
 	query   *query // of a cache query
+	awaited bool   // its prompt counts as waiting
 }
 
 // send never blocks: what the client has not read yet is taken back and sent again with the news.
@@ -427,6 +428,7 @@ type metrics struct {
 	prompt, requests              *prometheus.CounterVec
 	generated, preempted, badLoad prometheus.Counter
 	blocks, load                  *prometheus.GaugeVec
+	awaited                       prometheus.Gauge
 	first, next, step             prometheus.Histogram
 	seen                          sched.Stats
 	set                           *meter.Set
@@ -444,6 +446,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		badLoad:   s.Counter("kvport_failed_loads_total", "Loads of which at least one block had to be recomputed."),
 		blocks:    s.Gauges("kvport_blocks", "Blocks of the cache, by state.", "state"),
 		load:      s.Gauges("kvport_requests", "Requests in the engine, by state.", "state"),
+		awaited:   s.Gauge("kvport_prompt_tokens_waiting", "Tokens of prompts whose first token has not come yet, wherever their KV will come from."),
 		first:     s.Histogram("kvport_time_to_first_token_seconds", "From Submit to the first token.", seconds),
 		next:      s.Histogram("kvport_time_per_token_seconds", "Between two tokens of a request.", seconds),
 		step:      s.Histogram("kvport_step_seconds", "Computing and sampling of one step.", seconds),
@@ -457,8 +460,20 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	return m, nil
 }
 
+// await counts a request until its first output, of whatever kind.
+func (m *metrics) await(st *stream) {
+	if st.query == nil {
+		st.awaited = true
+		m.awaited.Add(float64(st.prompt))
+	}
+}
+
 // output counts a request's news.
 func (m *metrics) output(st *stream, o sched.Output) {
+	if st.awaited {
+		st.awaited = false
+		m.awaited.Sub(float64(st.prompt))
+	}
 	if len(o.Tokens) > 0 {
 		now := time.Now()
 		m.generated.Add(float64(len(o.Tokens)))

@@ -44,6 +44,7 @@ func newBench() *cobra.Command {
 	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default that of make deps, else one of the PATH); store only")
 	addPluginPath(flags, &f.folders)
 	flags.BoolVar(&f.quick, "quick", false, "a few rounds, to see that it works; the numbers mean nothing")
+	cmd.AddCommand(newBenchServe())
 	return cmd
 }
 

@@ -73,6 +73,11 @@ func shorter(name string, bytes int64, value, limit float64, unit string) func(b
 	}
 }
 
+// Beside is a row without a budget, with a ratio that is given. Numbers that are NaN or infinite are left out.
+func Beside(name, unit string, value, limit, ratio float64) Row {
+	return Row{Name: name, Value: round(value), Unit: unit, Limit: round(limit), Ratio: round(ratio)}
+}
+
 // absent names what could not be measured, and why.
 func absent(name, why string) Row { return Row{Name: name + " (" + why + ")", Unit: "absent"} }
 

@@ -1,0 +1,220 @@
+package serve
+
+import (
+	"cmp"
+	"maps"
+	"math"
+	"slices"
+	"time"
+)
+
+// SLO is what a request has to keep to, to count as good. 0 is no limit.
+type SLO struct {
+	TTFT time.Duration
+	ITL  time.Duration // from the first token to the end, for each token after the first
+}
+
+// good reports that a request was answered as it should be, in time. A request that failed is never good.
+func (s SLO) good(o *Outcome) bool {
+	if o.Kind != "" || s.TTFT > 0 && o.First-o.At > s.TTFT {
+		return false
+	}
+	rest := time.Duration(o.Answer.Completed - 1)
+	return s.ITL == 0 || rest < 1 || (o.End-o.First)/rest <= s.ITL
+}
+
+// failed is the time of what never came: it is longer than every other.
+var failed = math.Inf(1)
+
+// observation is one measured time in milliseconds, of a request with a number.
+type observation struct {
+	ms      float64
+	request int
+}
+
+// Metric is a time that is measured.
+type Metric string
+
+// The metrics. All begin at the time at which a request was to leave, apart from the gaps.
+const (
+	TTFT Metric = "TTFT" // to the first token
+	ITL  Metric = "ITL"  // from tokens to the next ones, each gap
+	E2E  Metric = "E2E"  // to the end of the answer
+)
+
+// Metrics lists all metrics.
+func Metrics() []Metric { return []Metric{TTFT, ITL, E2E} }
+
+// Quantiles are those that are reported.
+func Quantiles() []float64 { return []float64{0.5, 0.9, 0.99} }
+
+// Result is what was measured of one setup: a run for each seed.
+type Result struct {
+	Setup string
+	SLO   SLO
+	Runs  [][]Outcome
+	// Sources are the prompt tokens of all engines by where their KV came from, as the engines count them: local_compute, local_cache or external. With
+	// prefill and decode apart each prompt counts on both. nil: the engines are not ours.
+	Sources map[string]float64
+
+	first []int // of each run, the number of its first request among all
+	all   map[Metric][]observation
+}
+
+// Add takes the outcomes of the next seed.
+func (r *Result) Add(run []Outcome) {
+	r.Runs = append(r.Runs, run)
+	r.all = nil
+}
+
+// requests is how many there are, of all runs.
+func (r *Result) requests() (n int) {
+	for _, run := range r.Runs {
+		n += len(run)
+	}
+	return n
+}
+
+func msOf(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+// sort makes the observations of each metric, the shortest first. A request that failed has one that is infinite in each, beside what it had
+// until then.
+func (r *Result) sort() {
+	if r.all != nil {
+		return
+	}
+	r.all, r.first = map[Metric][]observation{}, nil
+	n := 0
+	for _, run := range r.Runs {
+		r.first = append(r.first, n)
+		for i := range run {
+			r.observe(&run[i], n)
+			n++
+		}
+	}
+	for _, list := range r.all {
+		slices.SortStableFunc(list, func(a, b observation) int { return cmp.Compare(a.ms, b.ms) })
+	}
+}
+
+func (r *Result) observe(o *Outcome, number int) {
+	add := func(m Metric, ms float64) { r.all[m] = append(r.all[m], observation{ms, number}) }
+	ttft, e2e := failed, failed
+	if o.Pieces > 0 {
+		ttft = msOf(o.First - o.At)
+	}
+	if o.Kind == "" {
+		e2e = msOf(o.End - o.At)
+	} else {
+		ttft = failed
+		add(ITL, failed)
+	}
+	add(TTFT, ttft)
+	add(E2E, e2e)
+	for _, gap := range o.Gaps {
+		add(ITL, msOf(gap))
+	}
+}
+
+// quantile of observations in order, each counted as often as weight says for its request: the smallest that has at least a share of q at
+// or below it. NaN if there is none.
+func quantile(sorted []observation, q float64, weight func(request int) int) float64 {
+	total := 0
+	for _, o := range sorted {
+		total += weight(o.request)
+	}
+	rank, seen := int(math.Ceil(q*float64(total))), 0
+	for _, o := range sorted {
+		if seen += weight(o.request); seen >= max(rank, 1) {
+			return o.ms
+		}
+	}
+	return math.NaN()
+}
+
+func once(int) int { return 1 }
+
+// Quantile of a metric in milliseconds: infinite if it is among the requests that failed, NaN if nothing was measured.
+func (r *Result) Quantile(m Metric, q float64) float64 {
+	r.sort()
+	return quantile(r.all[m], q, once)
+}
+
+// Attainment is the share of all requests that were good.
+func (r *Result) Attainment() float64 { return r.attainment(once) }
+
+func (r *Result) attainment(weight func(int) int) float64 {
+	good, all, number := 0, 0, 0
+	for _, run := range r.Runs {
+		for i := range run {
+			all += weight(number)
+			if r.SLO.good(&run[i]) {
+				good += weight(number)
+			}
+			number++
+		}
+	}
+	return float64(good) / float64(all)
+}
+
+// seconds is how long all runs took, each from its first request to its last answer.
+func (r *Result) seconds() (sum float64) {
+	for _, run := range r.Runs {
+		var end time.Duration
+		for i := range run {
+			end = max(end, run[i].End)
+		}
+		sum += end.Seconds()
+	}
+	return sum
+}
+
+// Goodput is good requests a second.
+func (r *Result) Goodput() float64 {
+	return r.Attainment() * float64(r.requests()) / r.seconds()
+}
+
+// Throughput is tokens of answers a second, those of failed requests left out.
+func (r *Result) Throughput() float64 {
+	tokens := 0
+	for _, run := range r.Runs {
+		for i := range run {
+			if run[i].Kind == "" {
+				tokens += run[i].Answer.Completed
+			}
+		}
+	}
+	return float64(tokens) / r.seconds()
+}
+
+// Counts are how requests ended.
+type Counts struct {
+	Requests, Answered, Late, Tokens int
+	MostLate                         time.Duration
+	Failed                           map[string]int // by kind
+}
+
+// Kinds are those of Failed, in order.
+func (c *Counts) Kinds() []string { return slices.Sorted(maps.Keys(c.Failed)) }
+
+// Counts counts the requests of all runs. Requests is Answered and all of Failed.
+func (r *Result) Counts() Counts {
+	c := Counts{Failed: map[string]int{}}
+	for _, run := range r.Runs {
+		for i := range run {
+			o := &run[i]
+			c.Requests++
+			c.Tokens += o.Answer.Completed
+			if o.Kind == "" {
+				c.Answered++
+			} else {
+				c.Failed[o.Kind]++
+			}
+			if o.Late() {
+				c.Late++
+			}
+			c.MostLate = max(c.MostLate, o.Sent-o.At)
+		}
+	}
+	return c
+}

@@ -1,0 +1,159 @@
+package serve
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/kvport/kvport/verify/bench"
+)
+
+// emit makes the rows of all results. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
+// 1 where the other setup is better.
+func emit(results []*Result, emit bench.Emit) error {
+	for i, r := range results {
+		var base *Result
+		if i > 0 {
+			base = results[0]
+		}
+		for _, row := range r.rows(base) {
+			if err := emit(row); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// percent is the name of a quantile.
+func percent(q float64) string { return fmt.Sprintf("p%g", q*100) }
+
+func (r *Result) rows(base *Result) (rows []bench.Row) {
+	compared := func(name, unit string, value float64, limit func(*Result) float64, interval func() Interval) {
+		if base == nil {
+			rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
+			return
+		}
+		of := interval()
+		name = r.Setup + " : " + base.Setup + ", " + name
+		rows = append(rows,
+			bench.Beside(name, unit, value, limit(base), of.Value),
+			bench.Beside(name+", 95 % from", "ratio", of.Low, math.NaN(), math.NaN()),
+			bench.Beside(name+", 95 % to", "ratio", of.High, math.NaN(), math.NaN()))
+	}
+	for _, m := range Metrics() {
+		for _, q := range Quantiles() {
+			compared(string(m)+" "+percent(q), "ms", r.Quantile(m, q), func(b *Result) float64 { return b.Quantile(m, q) },
+				func() Interval { return r.Quicker(base, m, q) })
+		}
+	}
+	compared("good requests", "share", r.Attainment(), (*Result).Attainment, func() Interval { return r.Better(base) })
+	plain := func(name, unit string, value float64) {
+		rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
+	}
+	plain("goodput", "request/s", r.Goodput())
+	plain("answers", "token/s", r.Throughput())
+	c := r.Counts()
+	plain("requests", "requests", float64(c.Requests))
+	plain("answered", "requests", float64(c.Answered))
+	plain("sent late", "requests", float64(c.Late))
+	plain("sent late at most", "ms", msOf(c.MostLate))
+	for _, source := range slices.Sorted(maps.Keys(r.Sources)) {
+		plain("prompt tokens, "+source, "tokens", r.Sources[source])
+	}
+	for _, kind := range c.Kinds() {
+		plain("failed, "+kind, "requests", float64(c.Failed[kind]))
+	}
+	return rows
+}
+
+// number is a time for people; a quantile that is among the requests that failed has none.
+func number(v float64) string {
+	switch {
+	case math.IsInf(v, 1):
+		return "failed"
+	case math.IsNaN(v):
+		return "-"
+	}
+	return fmt.Sprintf("%.4g", v)
+}
+
+// Table writes results for people: what each setup did, and how many times as quick as the first the others are.
+func Table(w io.Writer, results []*Result) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprint(t, "times in ms\t")
+	for _, m := range Metrics() {
+		for _, q := range Quantiles() {
+			fmt.Fprintf(t, "%s %s\t", m, percent(q))
+		}
+	}
+	fmt.Fprint(t, "good\tgoodput/s\ttoken/s\trequests\tlate\tfailed\t\n")
+	for _, r := range results {
+		fmt.Fprintf(t, "%s\t", r.Setup)
+		for _, m := range Metrics() {
+			for _, q := range Quantiles() {
+				fmt.Fprintf(t, "%s\t", number(r.Quantile(m, q)))
+			}
+		}
+		c := r.Counts()
+		fmt.Fprintf(t, "%.1f %%\t%s\t%s\t%d\t%d\t%d\t\n", 100*r.Attainment(), number(r.Goodput()), number(r.Throughput()), c.Requests, c.Late, c.Requests-c.Answered)
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	return tail(w, results)
+}
+
+// tail writes the ratios, and how requests failed.
+func tail(w io.Writer, results []*Result) error {
+	var b strings.Builder
+	for _, r := range results[1:] {
+		fmt.Fprintf(&b, "\n%s beside %s, above 1 is better, with what 95 %% of bootstrap replicates lie between:\n", r.Setup, results[0].Setup)
+		for _, m := range Metrics() {
+			fmt.Fprintf(&b, "  %s", m)
+			for _, q := range Quantiles() {
+				i := r.Quicker(results[0], m, q)
+				fmt.Fprintf(&b, "   %s %s (%s to %s)", percent(q), number(i.Value), number(i.Low), number(i.High))
+			}
+			b.WriteByte('\n')
+		}
+		i := r.Better(results[0])
+		fmt.Fprintf(&b, "  good requests   %s (%s to %s)\n", number(i.Value), number(i.Low), number(i.High))
+	}
+	b.WriteByte('\n')
+	for _, r := range results {
+		if r.Sources != nil {
+			fmt.Fprintf(&b, "%s: prompt tokens of its engines: %.0f computed, %.0f from their own caches, %.0f from connectors\n", r.Setup,
+				r.Sources["local_compute"], r.Sources["local_cache"], r.Sources["external"])
+		}
+		c := r.Counts()
+		for _, kind := range c.Kinds() {
+			fmt.Fprintf(&b, "%s: %d of %d requests failed: %s", r.Setup, c.Failed[kind], c.Requests, kind)
+			if err := r.example(kind); err != nil {
+				fmt.Fprintf(&b, ", such as %v", err)
+			}
+			b.WriteByte('\n')
+		}
+		if c.Late > 0 {
+			fmt.Fprintf(&b, "%s: %d of %d requests left late, by %.0f ms at most; their times begin when they were to leave\n", r.Setup, c.Late, c.Requests, msOf(c.MostLate))
+		}
+	}
+	_, err := io.WriteString(w, b.String())
+	return err
+}
+
+// example is why a request failed.
+func (r *Result) example(kind string) error {
+	for _, run := range r.Runs {
+		for i := range run {
+			if run[i].Kind == kind {
+				return run[i].Err
+			}
+		}
+	}
+	return nil
+}
