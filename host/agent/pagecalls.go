@@ -42,14 +42,23 @@ type pageMetrics struct {
 
 func newPageMetrics(r prometheus.Registerer) (*pageMetrics, error) {
 	m := &pageMetrics{
-		pages: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvport_agent_pages_total",
-			Help: "Pages of calls of an engine that stores pages, by what became of them."}, []string{"call", "result"}),
-		copied: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvport_agent_pages_copied_bytes_total",
-			Help: "Bytes copied between the engine's memory and the agent's."}, []string{"call"}),
-		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvport_agent_pages_seconds",
-			Help: "Time from a call of an engine that stores pages to its answer.", Buckets: prometheus.ExponentialBuckets(1e-4, 4, 10)}, []string{"call"}),
-		lost: prometheus.NewGauge(prometheus.GaugeOpts{Name: "kvport_agent_pages_lost",
-			Help: "Pages of the agent's memory that are not used again, since somebody that a dead plugin left behind may write them."}),
+		pages: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_agent_pages_total",
+			Help: "Pages of calls of an engine that stores pages, by what became of them.",
+		}, []string{"call", "result"}),
+		copied: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kvport_agent_pages_copied_bytes_total",
+			Help: "Bytes copied between the engine's memory and the agent's.",
+		}, []string{"call"}),
+		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name:    "kvport_agent_pages_seconds",
+			Help:    "Time from a call of an engine that stores pages to its answer.",
+			Buckets: prometheus.ExponentialBuckets(1e-4, 4, 10),
+		}, []string{"call"}),
+		lost: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "kvport_agent_pages_lost",
+			Help: "Pages of the agent's memory that are not used again, since somebody that a dead plugin left behind may write them.",
+		}),
 	}
 	return m, errors.Join(r.Register(m.pages), r.Register(m.copied), r.Register(m.seconds), r.Register(m.lost))
 }
@@ -205,12 +214,13 @@ func (c *conn) pagesMove(id uint64, name string, m wirePages, run func(context.C
 }
 
 func resultName(r kvportv1.AgentPageResult) string {
-	switch r {
-	case pageDone:
+	if r == pageDone {
 		return "done"
-	case pageLate:
+	}
+	if r == pageLate {
 		return "late"
-	case pageMemoryGone:
+	}
+	if r == pageMemoryGone {
 		return "memory"
 	}
 	return "failed"

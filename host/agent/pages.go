@@ -39,8 +39,6 @@ type pageStore struct {
 	region *host.Region
 	stride int64
 
-	ctx    context.Context // over when nothing may use the memory any more
-	cancel context.CancelFunc
 	work   sync.WaitGroup // calls
 	asking chan struct{}  // questions on their way to the connector
 	puts   slots
@@ -48,8 +46,7 @@ type pageStore struct {
 
 	mu       sync.Mutex // guards all below; the server's mu may be held when it is taken, not the other way round
 	closed   bool
-	running  map[uint64]context.CancelFunc // puts and gets by the ids of their calls
-	number   int                           // of calls under way
+	running  map[uint64]context.CancelFunc // calls by their ids
 	memory   map[int]*pageMemory           // of the engine
 	moves    map[connector.RequestID]*pageMove
 	next     uint64
@@ -78,7 +75,6 @@ func newPageStore(s *server, a *wire.AttachPages) (*pageStore, connector.Layout,
 		running: map[uint64]context.CancelFunc{}, memory: map[int]*pageMemory{}, moves: map[connector.RequestID]*pageMove{},
 		doubtful: map[connector.BlockKey]struct{}{},
 	}
-	p.ctx, p.cancel = context.WithCancel(context.Background())
 	half := a.Pages / 2
 	p.puts, p.gets = newSlots(0, half), newSlots(half, a.Pages)
 	return p, layout, nil
@@ -112,8 +108,10 @@ func (p *pageStore) slot(b connector.BlockID) []byte {
 func (p *pageStore) Close() error {
 	p.mu.Lock()
 	p.closed = true
+	for _, cancel := range p.running {
+		cancel()
+	}
 	p.mu.Unlock()
-	p.cancel()
 	p.work.Wait()
 	err := p.region.Close()
 	for _, m := range p.memory {
@@ -123,26 +121,24 @@ func (p *pageStore) Close() error {
 	return err
 }
 
-// begin runs a call beside the others, unless too many are under way or the end has come. A call ends by its
+// begin runs a call beside the others, unless too many are under way, or one of that id, or the end has come. A call ends by its
 // deadline, or when it is aborted by its id.
 func (p *pageStore) begin(id uint64, deadline time.Duration, call func(ctx context.Context)) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.closed || p.number >= pageCalls {
+	if p.closed || len(p.running) >= pageCalls || p.running[id] != nil {
 		return false
 	}
 	if deadline <= 0 || deadline > p.s.limits.pages {
 		deadline = p.s.limits.pages
 	}
-	ctx, cancel := context.WithTimeout(p.ctx, deadline)
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	p.running[id] = cancel
-	p.number++
 	p.work.Go(func() {
 		defer func() {
 			cancel()
 			p.mu.Lock()
 			delete(p.running, id)
-			p.number--
 			p.mu.Unlock()
 		}()
 		call(ctx)
