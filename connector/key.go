@@ -144,17 +144,23 @@ type Shard struct {
 	First, Count int // range of the group's segments; Count 0 means all
 }
 
-// NewStoreKey derives the key under which a Store keeps one shard of one block (rule KEY-03).
+// storeDomain is the first field of a StoreKey; it names the version of what follows.
+const storeDomain = "kvport/store/1"
+
+// NewStoreKey derives the key under which a Store keeps one shard of one block (rule KEY-03). It allocates nothing:
+// a lookup derives one for every block, group and shard of a prompt.
 func NewStoreKey(k BlockKey, shape Fingerprint, group uint16, shard Shard) StoreKey {
-	h := sha256.New()
-	writeField(h, []byte("kvport/store/1"))
-	writeField(h, k[:])
-	writeField(h, shape[:])
-	for _, n := range []int{int(group), shard.Rank, shard.World, shard.First, shard.Count} {
-		writeCount(h, n)
+	var buf [8 + len(storeDomain) + 8 + len(k) + 8 + len(shape) + 5*8]byte
+	b := append(appendCount(buf[:0], len(storeDomain)), storeDomain...)
+	b = append(appendCount(b, len(k)), k[:]...)
+	b = append(appendCount(b, len(shape)), shape[:]...)
+	for _, n := range [...]int{int(group), shard.Rank, shard.World, shard.First, shard.Count} {
+		b = appendCount(b, n)
 	}
-	return StoreKey(h.Sum(nil))
+	return StoreKey(sha256.Sum256(b))
 }
+
+func appendCount(b []byte, n int) []byte { return binary.LittleEndian.AppendUint64(b, uint64(n)) }
 
 func writeField(h hash.Hash, b []byte) {
 	writeCount(h, len(b))

@@ -101,10 +101,12 @@ func kvportNames() map[string]int {
 	}
 }
 
-// imports are the rows of kvport, and of what attacks it.
+// imports are the rows of kvport, of what attacks it, and of placement, which nothing uses yet.
 func imports() map[string][]string {
 	rows := kvportImports()
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
+	rows["internal/place"] = []string{"connector"}
+	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
 	return rows
 }

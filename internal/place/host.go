@@ -1,0 +1,87 @@
+package place
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// Host is the host's end: it writes the words of slots that are LENT to it, and the host's words. It is safe for concurrent
+// use, and holds no lock while it accesses shared memory.
+type Host struct {
+	arena, words Memory
+	g            Geometry
+
+	mu      sync.Mutex
+	alive   bool   // a life of the plugin is open
+	life    uint64 // of the plugin, counted by this host
+	epoch   uint64
+	serial  uint64 // the last one that was drawn
+	saving  map[connector.StoreKey]*Save
+	writing map[Slot]*Save // slots that are lent to a save
+	turns   []uint64       // of each slot: how often it was lent, or came into the index
+	index   index
+}
+
+// NewHost is the host's end of two memories that nobody uses yet; the arena is zeroed. No life of the plugin is open: the
+// host calls Reopen before each one. Errors wrap ErrGeometry.
+func NewHost(arena, words Memory, g Geometry) (*Host, error) {
+	if err := g.fits(arena, words); err != nil {
+		return nil, err
+	}
+	for s := range Slot(g.Slots) {
+		words.Store(g.pinAt(s), 0)
+		words.Store(g.useAt(s), 0)
+	}
+	return &Host{
+		arena: arena, words: words, g: g, epoch: 1,
+		saving: map[connector.StoreKey]*Save{}, writing: map[Slot]*Save{}, turns: make([]uint64, g.Slots), index: newIndex(g.Slots),
+	}, nil
+}
+
+// Died says that the plugin's process is gone and that nothing can write on its behalf any more. Requests without an answer
+// are void. Saves whose slots were lent end as if it lived: what becomes READY stays.
+func (h *Host) Died() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.alive = false
+	h.life++
+}
+
+// Reopen must succeed before the next life of the plugin opens the memories, with what Reopen returns. ErrWriting: slots
+// that were lent are still being written; try again when their saves are over (rule PLACE-06). What is resident stays
+// so meanwhile.
+func (h *Host) Reopen() (Opening, error) {
+	h.mu.Lock()
+	alive, writing := h.alive, len(h.writing)
+	h.mu.Unlock()
+	if alive || writing > 0 {
+		return Opening{}, fmt.Errorf("a life is open: %t, slots that are written: %d: %w", alive, writing, ErrWriting)
+	}
+	h.g.mark(h.arena, h.words)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.alive = true
+	for s := range h.turns {
+		h.turns[s]++ // notices of the life before come too late
+	}
+	return Opening{Epoch: h.epoch, Serial: h.serial}, nil
+}
+
+// Reset drops everything that was saved before it, and saves that are under way. The epoch is for Plugin.Reset; the host has
+// the plugin told, and does not tell anybody that the reset is over until it has answered.
+func (h *Host) Reset() (epoch uint64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.epoch++
+	h.index = newIndex(h.g.Slots)
+	return h.epoch
+}
+
+// Resident is the number of blocks in the index.
+func (h *Host) Resident() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.index.len()
+}

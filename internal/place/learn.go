@@ -1,0 +1,123 @@
+package place
+
+import "slices"
+
+// Notice takes a notice of the plugin: the block comes into the index if its slots hold it. ErrGone: they did when the
+// notice was sent. A *Refusal: no honest plugin sends that.
+func (h *Host) Notice(n *Notice, now int64) error { return h.learn(n.Slots, nil, now) }
+
+// moment is what a host knew when it began to look at slots that a plugin named.
+type moment struct {
+	turns []uint64 // of the slots
+	epoch uint64
+}
+
+// learn puts a block into the index of which a plugin says that these slots hold it. If parts are given, it must be that
+// block.
+func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
+	if len(slots) == 0 || len(slots) > h.g.Slots || parts != nil && len(parts) != len(slots) {
+		return &Refusal{Reason: Count}
+	}
+	began, err := h.look(slots)
+	if err != nil {
+		return err
+	}
+	e := &entry{refs: make([]Ref, len(slots))}
+	for i, s := range slots {
+		head, w, err := h.read(s)
+		switch {
+		case err != nil:
+			return err
+		case h.ahead(head.Serial):
+			return &Refusal{Slot: s, Reason: SerialAhead}
+		case !head.belongs(i, slots) || i > 0 && head.Serial != e.serial:
+			return ErrGone // another block, since the plugin spoke
+		case !head.counts(began.epoch, now):
+			return ErrGone
+		}
+		e.serial = head.Serial
+		e.refs[i] = Ref{Slot: s, serial: head.Serial, generation: w.Generation(), Part: head.part()}
+	}
+	if parts != nil && !e.holds(parts) {
+		return ErrGone
+	}
+	return h.enter(e, &began)
+}
+
+// belongs says whether the header is that of part i of a block in these slots.
+func (h *Header) belongs(i int, slots []Slot) bool {
+	return int(h.Part) == i && int(h.Parts) == len(slots) && h.Lead == slots[0]
+}
+
+// counts says whether a block is neither older than the last reset nor over.
+func (h *Header) counts(epoch uint64, now int64) bool { return h.Epoch == epoch && !h.expired(now) }
+
+func (h *Header) part() Part { return Part{Key: h.Key, Length: h.Length, Group: h.Group} }
+
+// holds says whether an entry is that of the parts.
+func (e *entry) holds(parts []Part) bool {
+	return slices.EqualFunc(e.refs, parts, func(r Ref, p Part) bool { return r.Part == p })
+}
+
+// ahead says whether a serial has not been drawn. A save that was drawn after the host began to look may be in the slot by
+// now.
+func (h *Host) ahead(serial uint64) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return serial > h.serial
+}
+
+// look notes the moment at which the host begins to look at slots.
+func (h *Host) look(slots []Slot) (moment, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	began := moment{turns: make([]uint64, len(slots)), epoch: h.epoch}
+	for i, s := range slots {
+		switch {
+		case !h.g.has(s):
+			return began, &Refusal{Slot: s, Reason: OutOfRange}
+		case h.writing[s] != nil:
+			return began, ErrGone // it was lent since
+		}
+		began.turns[i] = h.turns[s]
+	}
+	return began, nil
+}
+
+// enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
+// look at them.
+func (h *Host) enter(e *entry, began *moment) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.epoch != began.epoch {
+		return ErrGone
+	}
+	for i, r := range e.refs {
+		if h.turns[r.Slot] != began.turns[i] {
+			return ErrGone
+		}
+	}
+	for _, r := range e.refs {
+		h.turns[r.Slot]++
+	}
+	h.index.insert(e)
+	return nil
+}
+
+// read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *Refusal: the header is not what the
+// writer of the slot wrote.
+func (h *Host) read(s Slot) (head Header, w Word, err error) {
+	at := h.g.wordAt(s)
+	w = Word(h.arena.Load(at))
+	if w.State() != Ready {
+		return head, w, ErrGone
+	}
+	words := h.g.loadHeader(h.arena, s)
+	if head.decode(h.g, s, w.Generation(), &words) {
+		return head, w, nil
+	}
+	if Word(h.arena.Load(at)) != w {
+		return head, w, ErrGone // it was written meanwhile
+	}
+	return head, w, &Refusal{Slot: s, Reason: HeaderLies}
+}

@@ -1,0 +1,105 @@
+package place
+
+import (
+	"errors"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// tries is how often Find looks again where a block was replaced while it looked.
+const tries = 3
+
+// Find says where parts are, all of them or none, without pinning anything and without a message. Each is checked against
+// its header; now is in Unix ms. ErrMiss: they are not resident, as far as this host knows. A *Refusal: a header lies;
+// the block is not offered again.
+func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
+	for range tries {
+		refs, entries, ok := h.lookUp(keys)
+		if !ok {
+			return nil, ErrMiss
+		}
+		at, err := h.firstGone(refs, now)
+		if err == nil {
+			return refs, nil
+		}
+		h.forget(entries[at])
+		if !errors.Is(err, ErrGone) {
+			return nil, err
+		}
+	}
+	return nil, ErrMiss
+}
+
+func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.index.find(keys)
+}
+
+func (h *Host) firstGone(refs []Ref, now int64) (at int, err error) {
+	for i := range refs {
+		if err := h.verify(&refs[i], now); err != nil {
+			return i, err
+		}
+	}
+	return 0, nil
+}
+
+func (h *Host) forget(e *entry) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.index.remove(e)
+}
+
+// verify says whether a slot holds the part of a reference: READY, in its generation, with its header.
+func (h *Host) verify(r *Ref, now int64) error {
+	head, w, err := h.read(r.Slot)
+	switch {
+	case err != nil:
+		return err
+	case w.Generation() != r.generation || head.expired(now):
+		return ErrGone
+	case head.Key != r.Part.Key || head.Length != r.Part.Length || head.Serial != r.serial:
+		return &Refusal{Slot: r.Slot, Reason: HeaderLies}
+	}
+	return nil
+}
+
+// Pin keeps the bytes of a part in their slot until Release, which must follow: an honest plugin gives the slot no other
+// use before. A pin should last as long as one copy. ErrGone: the part was given up since Find; it is loaded by message, or
+// recomputed. A *Refusal: its header lies.
+func (h *Host) Pin(r Ref) (*Pin, error) {
+	if !h.g.has(r.Slot) {
+		return nil, &Refusal{Slot: r.Slot, Reason: OutOfRange}
+	}
+	h.words.Add(h.g.pinAt(r.Slot), 1) // before the look: rule PLACE-04
+	if err := h.verify(&r, 0); err != nil {
+		h.words.Add(h.g.pinAt(r.Slot), ^uint64(0))
+		return nil, err
+	}
+	return &Pin{h: h, ref: r}, nil
+}
+
+// Pin is a part that is being read.
+type Pin struct {
+	h   *Host
+	ref Ref
+}
+
+// Bytes are the part's, in place, for reading until Release. A plugin that lies may change them at any time: copy first,
+// then verify the digest of the copy.
+func (p *Pin) Bytes() []byte { return p.h.g.bytes(p.h.arena, p.ref.Slot, p.ref.Part.Length) }
+
+// Release ends the pin and looks a second time: ErrGone if the slot had another use meanwhile, and then whatever was copied
+// counts for nothing. now, in Unix ms, is noted as the time of the hit.
+func (p *Pin) Release(now int64) error {
+	h := p.h
+	h.words.Add(h.g.pinAt(p.ref.Slot), ^uint64(0))
+	if Word(h.arena.Load(h.g.wordAt(p.ref.Slot))) != NewWord(p.ref.generation, Ready) {
+		return ErrGone
+	}
+	use := h.words.Load(h.g.useAt(p.ref.Slot))
+	hits := min(use&0xffff+1, 0xffff)
+	h.words.Store(h.g.useAt(p.ref.Slot), uint64(now)<<16|hits)
+	return nil
+}

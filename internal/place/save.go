@@ -1,0 +1,261 @@
+package place
+
+import (
+	"fmt"
+	"slices"
+)
+
+// Save is one block on its way from the host into slots.
+type Save struct {
+	h       *Host
+	request Request
+	life    uint64
+	verdict Verdict
+	expires int64
+
+	// Of a save whose slots are lent; written under the host's lock.
+	refs      []Ref
+	former    []uint64 // generation in which a save that is about to end had the slot; noFormer
+	published []bool   // or about to be
+	leaving   []bool   // nothing is written any more, except the word
+	left      int
+	over      bool
+}
+
+// Reserve begins to save a block; the caller sends the Request and gives the answer to Accept. A
+// save ends with Publish of its last part, with an Accept that says Known or ErrDeclined, or with Drop, which follows every
+// other error and does nothing after the end. Errors wrap ErrImpossible, ErrSaving (one of the
+// keys is on its way already) or ErrVoid (no life of the plugin is open).
+func (h *Host) Reserve(parts []Part, tenant uint64, replace bool) (*Save, error) {
+	if err := h.g.check(parts); err != nil {
+		return nil, err
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if !h.alive {
+		return nil, ErrVoid
+	}
+	for i := range parts {
+		if h.saving[parts[i].Key] != nil {
+			return nil, ErrSaving
+		}
+	}
+	h.serial++
+	s := &Save{h: h, life: h.life, request: Request{
+		Serial: h.serial, Epoch: h.epoch, Tenant: tenant, Replace: replace, Parts: slices.Clone(parts),
+	}}
+	for i := range parts {
+		h.saving[parts[i].Key] = s
+	}
+	return s, nil
+}
+
+// Request is what the plugin is asked.
+func (s *Save) Request() *Request { return &s.request }
+
+// Accept takes the plugin's answer. Granted: the caller writes the parts and publishes each. Known: the block is resident,
+// and the save has succeeded. Every error means that nothing was saved: ErrDeclined, ErrReset, ErrVoid, ErrGone (it was
+// known when the plugin answered), or a *Refusal; Drop follows.
+func (s *Save) Accept(a *Answer, now int64) (Verdict, error) {
+	switch a.Verdict {
+	case Granted:
+		s.expires = a.Expires
+		if err := s.claim(a.Slots); err != nil {
+			return 0, err
+		}
+		if err := s.begin(); err != nil {
+			return 0, err
+		}
+		return Granted, nil
+	case Known:
+		if err := s.h.learn(a.Slots, s.request.Parts, now); err != nil {
+			return 0, err
+		}
+		s.end()
+		return Known, nil
+	case Declined:
+		s.end()
+		return 0, ErrDeclined
+	}
+	return 0, &Refusal{Reason: NoVerdict}
+}
+
+// noFormer is not a generation.
+const noFormer = ^uint64(0)
+
+// claim notes that the slots are this save's; all or none of them.
+func (s *Save) claim(slots []Slot) error {
+	h := s.h
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	switch {
+	case s.over || s.verdict != 0:
+		return ErrVoid
+	case s.life != h.life:
+		return ErrVoid
+	case s.request.Epoch != h.epoch:
+		return ErrReset
+	case len(slots) != len(s.request.Parts):
+		return &Refusal{Reason: Count}
+	}
+	former := make([]uint64, len(slots))
+	for i, slot := range slots {
+		if !h.g.has(slot) {
+			return &Refusal{Slot: slot, Reason: OutOfRange}
+		}
+		var mayBe bool
+		if former[i], mayBe = h.writing[slot].leaves(slot); !mayBe || slices.Contains(slots[:i], slot) {
+			return &Refusal{Slot: slot, Reason: LentTwice}
+		}
+	}
+	s.refs, s.former = make([]Ref, len(slots)), former
+	for i, slot := range slots {
+		h.writing[slot] = s
+		s.refs[i] = Ref{Slot: slot, Part: s.request.Parts[i], serial: s.request.Serial}
+	}
+	return nil
+}
+
+// leaves says whether a slot may be lent to another save now: this one does not have it, or is making it READY, and a
+// quick plugin has given it another use before the host has taken note. Then the generation must be another one.
+func (s *Save) leaves(slot Slot) (generation uint64, ok bool) {
+	if s == nil {
+		return noFormer, true
+	}
+	for i := range s.refs {
+		if s.refs[i].Slot == slot && s.verdict == Granted {
+			return s.refs[i].generation, s.leaving[i]
+		}
+	}
+	return 0, false
+}
+
+// begin looks whether the slots are as the answer says. From here on the host may write them.
+func (s *Save) begin() error {
+	h := s.h
+	for i := range s.refs {
+		slot := s.refs[i].Slot
+		w := Word(h.arena.Load(h.g.wordAt(slot)))
+		switch {
+		case w.State() != Lent:
+			return &Refusal{Slot: slot, Reason: NotLent}
+		case w.Generation() == s.former[i]:
+			return &Refusal{Slot: slot, Reason: LentTwice}
+		case h.words.Load(h.g.pinAt(slot)) != 0:
+			return &Refusal{Slot: slot, Reason: Pinned}
+		}
+		s.refs[i].generation = w.Generation()
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for i := range s.refs {
+		h.index.vacate(s.refs[i].Slot)
+		h.turns[s.refs[i].Slot]++
+	}
+	s.verdict, s.published, s.leaving, s.left = Granted, make([]bool, len(s.refs)), make([]bool, len(s.refs)), len(s.refs)
+	return nil
+}
+
+// Bytes is where a part of a granted save belongs. Nobody may write there after Publish of the part, or Drop.
+func (s *Save) Bytes(part int) []byte {
+	return s.h.g.bytes(s.h.arena, s.refs[part].Slot, s.refs[part].Part.Length)
+}
+
+// Publish makes a part READY whose bytes and digests are written; a copy past the caches ends with an SFENCE. With the
+// last part the block is resident (done), and then the save may be acknowledged, not before (rule PLACE-05). Ranks may
+// publish their parts at the same time. Errors wrap ErrReset, ErrVoid or ErrRefused; Drop follows.
+func (s *Save) Publish(part int) (done bool, err error) {
+	h := s.h
+	if err := s.may(part); err != nil {
+		return false, err
+	}
+	r := &s.refs[part]
+	head := Header{
+		Serial: s.request.Serial, Key: r.Part.Key, Length: r.Part.Length, Group: r.Part.Group, Part: uint16(part),
+		Parts: uint16(len(s.refs)), Lead: s.refs[0].Slot, Tenant: s.request.Tenant, Expires: s.expires, Epoch: s.request.Epoch,
+	}
+	words := head.Encode(r.Slot, r.generation)
+	h.g.storeHeader(h.arena, r.Slot, &words)
+	h.words.Store(h.g.useAt(r.Slot), 0)
+	h.mu.Lock()
+	s.leaving[part] = true
+	h.mu.Unlock()
+	lent := NewWord(r.generation, Lent)
+	if !h.arena.CompareAndSwap(h.g.wordAt(r.Slot), uint64(lent), uint64(lent.as(Ready))) {
+		return false, &Refusal{Slot: r.Slot, Reason: WordChanged}
+	}
+	return s.arrived()
+}
+
+// may claims the right to publish a part, once.
+func (s *Save) may(part int) error {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	switch {
+	case s.over || s.verdict != Granted || part < 0 || part >= len(s.refs) || s.published[part]:
+		return fmt.Errorf("part %d: %w", part, ErrVoid)
+	case s.request.Epoch != s.h.epoch:
+		return ErrReset
+	}
+	s.published[part] = true
+	return nil
+}
+
+// arrived counts a part that is READY, and puts the block into the index when all are.
+func (s *Save) arrived() (done bool, err error) {
+	h := s.h
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if s.over {
+		return false, ErrVoid
+	}
+	if s.request.Epoch != h.epoch {
+		return false, ErrReset
+	}
+	if s.left--; s.left > 0 {
+		return false, nil
+	}
+	for i := range s.refs {
+		if h.writing[s.refs[i].Slot] != s { // the plugin has given the block up already, and lent the slot again
+			s.endLocked()
+			return true, nil
+		}
+	}
+	h.index.insert(&entry{serial: s.request.Serial, refs: s.refs})
+	s.endLocked()
+	return true, nil
+}
+
+// Drop ends a save that did not succeed, when nobody writes its slots any more. The Return is for the plugin, also if it
+// was never heard to answer; ok is false if nothing that the plugin lent is left.
+func (s *Save) Drop() (r Return, ok bool) {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	if s.over {
+		return Return{}, false
+	}
+	s.endLocked()
+	return Return{Serial: s.request.Serial}, s.life == s.h.life && s.h.alive
+}
+
+func (s *Save) end() {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	s.endLocked()
+}
+
+func (s *Save) endLocked() {
+	if s.over {
+		return
+	}
+	s.over = true
+	for i := range s.refs {
+		if s.h.writing[s.refs[i].Slot] == s {
+			delete(s.h.writing, s.refs[i].Slot)
+			s.h.turns[s.refs[i].Slot]++
+		}
+	}
+	for i := range s.request.Parts {
+		delete(s.h.saving, s.request.Parts[i].Key)
+	}
+}
