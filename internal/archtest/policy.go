@@ -104,6 +104,7 @@ func kvportNames() map[string]int {
 // imports are the rows of kvport, and of what attacks it.
 func imports() map[string][]string {
 	rows := kvportImports()
+	rows["conformance/internal/model"] = []string{"connector"} // pure
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
 	return rows
@@ -162,7 +163,7 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket", "conformance/internal/model"},
 
 		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 
