@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -22,7 +23,8 @@ import (
 // Options change how Check runs. The zero value checks the profile store.
 type Options struct {
 	Profiles []Profile     // a required case that is skipped has failed; nil: Store
-	Seed     uint64        // of sizes, orders and bytes; keys differ in every run
+	Seed     uint64        // of sizes, orders, bytes and random histories; keys differ in every run
+	Budget   time.Duration // of each case that plays random histories; 0: 1 s
 	Log      *slog.Logger  // what the connector's sides log; nil: nothing
 	Deadline time.Duration // of one case; 0: 60 s
 	Only     []string      // ids of the cases to run; nil: those of the profiles
@@ -43,8 +45,11 @@ type Result struct {
 	Rule   string // of docs/spec
 	Text   string // what the case does
 	Status Status
-	Log    []string      // why it failed or was skipped
-	Took   time.Duration // with start and close of the connector
+	Log    []string // why it failed or was skipped
+	// Transcript is a short history of calls that fails, in a case that plays random ones: what was done, what came, and
+	// what was allowed.
+	Transcript []string
+	Took       time.Duration // with start and close of the connector
 
 	// LastWords is how the connector's process ended and what it wrote to standard error last, if it ended by
 	// itself in a case that failed.
@@ -134,7 +139,7 @@ func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 				t.Log("inconclusive, once more: ", strings.Join(r.Log, "; "))
 				r = o.judge(c, checkCase(t.Context(), c, newHarness, s))
 			}
-			for _, line := range slices.Concat(r.Log, r.LastWords) {
+			for _, line := range slices.Concat(r.Log, r.Transcript, r.LastWords) {
 				t.Log(line)
 			}
 			if why := complaint(r); why != "" {
@@ -189,6 +194,9 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	if o.Deadline == 0 {
 		o.Deadline = defaultDeadline
 	}
+	if o.Budget <= 0 {
+		o.Budget = defaultBudget
+	}
 	if len(o.Profiles) == 0 {
 		o.Profiles = []Profile{Store}
 	}
@@ -197,7 +205,7 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	}
 	salt := make([]byte, 16)
 	_, _ = rand.Read(salt) // never fails
-	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline}
+	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline, budget: o.Budget}
 	warmUp()
 	checkCase(ctx, Case{Run: func(t T, h Harness) {
 		r := newRig(t, h)
@@ -224,7 +232,9 @@ type settings struct {
 	salt     string
 	log      *slog.Logger
 	deadline time.Duration
+	budget   time.Duration
 	info     *connector.Info // nil: not known
+	fresh    Maker           // of the case's connector, with a backend of its own
 }
 
 // secret is a key that all engines of a case have.
@@ -243,6 +253,10 @@ type seeded struct {
 func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result {
 	start := time.Now()
 	s.salt += c.ID
+	s.fresh = newHarness
+	if c.budgeted {
+		s.deadline += s.budget
+	}
 	run := ctx
 	ctx, cancel := context.WithTimeout(ctx, s.deadline)
 	defer cancel()
@@ -262,7 +276,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		rec.Errorf("still running %v after its deadline of %v; left behind:\n%s", grace, s.deadline, stacks())
 	}
 	if d, ok := h.(interface{ lastWords() []string }); ok && rec.is(Fail) {
-		rec.words = d.lastWords()
+		rec.words = append(d.lastWords(), rec.words...)
 	}
 	closed := make(chan error, 1)
 	go func() { closed <- h.Close() }()
@@ -320,6 +334,9 @@ type recorder struct {
 	start time.Time
 	load  *load
 	words []string
+	rule  string // that was broken; empty: the case's
+
+	transcript []string
 
 	mu     sync.Mutex
 	status Status
@@ -374,6 +391,15 @@ func (r *recorder) note(s Status, line string) {
 	r.log = append(r.log, line)
 }
 
+// broken says which rule a history broke, and how.
+func (r *recorder) broken(rule string, transcript, words []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.sealed {
+		r.rule, r.transcript, r.words = rule, transcript, words
+	}
+}
+
 func (r *recorder) is(statuses ...Status) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -387,7 +413,7 @@ func (r *recorder) result(c Case) Result {
 	if r.more > 0 {
 		r.log = append(r.log, fmt.Sprintf("and %d messages more", r.more))
 	}
-	return Result{ID: c.ID, Rule: c.Rule, Text: c.Text, Status: r.status, Log: r.log, LastWords: r.words, Took: time.Since(r.start)}
+	return Result{ID: c.ID, Rule: cmp.Or(r.rule, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, LastWords: r.words, Took: time.Since(r.start)}
 }
 
 // stacks is where all goroutines are, cut to what a report can bear.

@@ -95,6 +95,8 @@ type Case struct {
 	Arena    bool                 // the case is skipped unless Info.ArenaBytes
 	Optional bool                 // it asks for something of the machine or the config: skipped is not failed
 	Run      func(T, Harness)
+
+	budgeted bool // it plays random histories for Options.Budget
 }
 
 // T is the part of testing.TB that a case needs, so that a command can run cases too.
@@ -113,7 +115,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

@@ -37,6 +37,7 @@ func WriteCase(w io.Writer, r Result) error {
 		b.WriteByte('\n')
 		writeLines(&b, r.Log, textLines)
 	}
+	writeLines(&b, r.Transcript, len(r.Transcript))
 	writeLines(&b, r.LastWords, wordsLines)
 	if r.Again {
 		fmt.Fprintf(&b, "      it will run again when the other cases have ended\n")
@@ -97,10 +98,11 @@ func WriteJSON(w io.Writer, results []Result) error {
 			Rule      string   `json:"rule"`
 			Status    Status   `json:"status"`
 			Log       []string `json:"log"`
+			History   []string `json:"history,omitempty"`
 			LastWords []string `json:"last_words,omitempty"`
 			Number    int      `json:"n,omitempty"`
 			Of        int      `json:"of,omitempty"`
-		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.LastWords, r.Number, r.Of}
+		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.Transcript, r.LastWords, r.Number, r.Of}
 		if err := enc.Encode(row); err != nil {
 			return err
 		}
@@ -140,7 +142,7 @@ func WriteJUnit(w io.Writer, name string, results []Result) error {
 	for _, r := range results {
 		c := junitCase{Name: r.ID, Class: r.Rule, Time: fmt.Sprintf("%.3f", r.Took.Seconds())}
 		total += r.Took.Seconds()
-		message := &junitMessage{Message: r.Text, Text: strings.Join(slices.Concat(r.Log, r.LastWords), "\n")}
+		message := &junitMessage{Message: r.Text, Text: strings.Join(slices.Concat(r.Log, r.Transcript, r.LastWords), "\n")}
 		switch r.Status {
 		case Fail:
 			suite.Failures++

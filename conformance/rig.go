@@ -158,34 +158,50 @@ func (r *rig) closed(s setup) *engine {
 		layout.Name = r.info.Layouts[0]
 	}
 	world := max(1, s.world)
-	e := &engine{rig: r}
+	var inst *Instance
+	var sources []byte
 	if s.sources { // of as many bytes as a cache has, or more
-		e.inst = r.start(world+1, max(end(&layout), sourceBytes))
-		e.sources, e.inst.Memory = e.inst.Memory[world], e.inst.Memory[:world]
+		inst = r.start(world+1, max(end(&layout), sourceBytes))
+		sources, inst.Memory = inst.Memory[world], inst.Memory[:world]
 	} else {
-		e.inst = r.start(world, end(&layout))
+		inst = r.start(world, end(&layout))
 	}
+	s.layout = &layout
+	e, err := r.on(inst, s)
+	r.must(err, "engine")
+	e.sources = sources
+	return e
+}
+
+// on makes an engine of an instance that is started, whose memory may be larger than the layout of the setup.
+func (r *rig) on(inst *Instance, s setup) (*engine, error) {
+	r.Helper()
+	layout, world := *s.layout, max(1, s.world)
 	if s.config == nil {
 		s.config = r.config
 	}
 	r.epoch++
+	e := &engine{rig: r, inst: inst}
 	e.env = connector.Env{
 		Engine: fmt.Sprintf("conformance-%d", r.epoch), Epoch: r.epoch, Role: connector.RoleBoth, World: world,
 		Model: connector.NewFingerprint("conformance model", r.settings.salt, s.model),
 		Shape: connector.NewFingerprint("conformance shape", r.settings.salt, s.shape, fmt.Sprint(world)),
-		Log:   r.settings.log, Layout: layout, Arena: r.arena(e.inst, s.config, &layout, world),
+		Log:   r.settings.log, Layout: layout, Arena: r.arena(inst, s.config, &layout, world),
 		LinkKey: r.settings.secret("link"), RouterKey: r.settings.secret("router"),
 	}
-	for rank, mem := range e.inst.Memory {
+	for rank, mem := range inst.Memory[:world] {
+		mem = mem[:end(&layout):end(&layout)]
 		for i := range mem {
 			mem[i] = guardByte
 		}
 		kv, err := connector.NewKV(layout, [][]byte{mem})
-		r.must(err, "cache of rank %d", rank)
+		if err != nil {
+			return nil, fmt.Errorf("cache of rank %d: %w", rank, err)
+		}
 		e.kv = append(e.kv, kv)
 	}
 	e.workers = make([]connector.Worker, world)
-	return e
+	return e, nil
 }
 
 // again opens the engine's sides in the connector's next life, with the same cache and arena.

@@ -269,6 +269,20 @@ func TestSaveGoesToAll(t *testing.T) {
 	require.ErrorContains(t, err, "Shelf#3")
 }
 
+// A child that did not replace a block may serve it as it was, so the save has failed although another child has replaced it.
+func TestReplaceReplacesEverywhere(t *testing.T) {
+	ks := keys(2)
+	a, b := newShelf(ks...), newShelf(ks...)
+	r := newRig(t, nil, a, b)
+	again := transfer("r", ks)
+	again.Replace = true
+	require.NoError(t, r.worker.Save(t.Context(), again, r.kv))
+	b.saveErr = connector.ErrGone
+	require.ErrorIs(t, r.worker.Save(t.Context(), again, r.kv), connector.ErrGone)
+	b.saveErr = connector.ErrDeclined // it keeps none of it
+	require.NoError(t, r.worker.Save(t.Context(), again, r.kv))
+}
+
 // What only this engine can see does not count for a consumer.
 func TestStoredMeansReachable(t *testing.T) {
 	ks := keys(1)

@@ -345,7 +345,8 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 	}
 	busy := w.written(t)
 	p := newSaving(w, shares, stored, promised)
-	p.told = len(busy) > 0
+	p.told = len(busy) > 0 || t.Replace
+	stale := make([]bool, len(t.Blocks)) // a child may still have what was to be replaced
 	p.look()
 	w.together(len(shares), func(k int) {
 		s := &shares[k]
@@ -355,6 +356,7 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 		p.returned(s.child, err, func() {
 			for _, i := range indexes {
 				stored[i] = stored[i] || !bad[t.Blocks[i]] && (!p.wide || reaches(&w.children[s.child]))
+				stale[i] = stale[i] || t.Replace && bad[t.Blocks[i]] && !errors.Is(err, connector.ErrDeclined)
 			}
 		})
 	})
@@ -364,7 +366,7 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 	}
 	var failed []int
 	for i, ok := range stored {
-		if !ok {
+		if !ok || stale[i] {
 			failed = append(failed, i)
 		}
 	}

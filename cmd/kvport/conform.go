@@ -23,6 +23,7 @@ type conformFlags struct {
 	profiles []string
 	format   string
 	seed     uint64
+	budget   time.Duration
 	only     []string
 	list     bool
 	timeout  time.Duration
@@ -60,7 +61,8 @@ func newConform() *cobra.Command {
 	flags.BoolVar(&f.sandbox, "sandbox", false, "run the plugin in the sandbox that it has at trust level staged")
 	flags.StringSliceVar(&f.only, "case", nil, "run these cases only; may be repeated")
 	flags.BoolVar(&f.list, "list", false, "list the cases, those of --profile if it is given, and run none")
-	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders and bytes")
+	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders, bytes and random histories; the same seed makes the same calls")
+	flags.DurationVar(&f.budget, "budget", time.Second, "how long each of the cases named random plays histories, such as 60s; from 5s on, batches have up to 4096 keys")
 	return cmd
 }
 
@@ -135,6 +137,9 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if f.timeout < 0 {
 		return fmt.Errorf("--timeout is %v, want 0 (none) or more", f.timeout)
 	}
+	if f.budget <= 0 {
+		return fmt.Errorf("--budget is %v, want more than 0", f.budget)
+	}
 	config, err := readObject(f.config)
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
@@ -148,7 +153,7 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if err != nil {
 		return err
 	}
-	options := conformance.Options{Seed: f.seed, Profiles: profiles, Only: f.only, FailFast: f.failFast}
+	options := conformance.Options{Seed: f.seed, Budget: f.budget, Profiles: profiles, Only: f.only, FailFast: f.failFast}
 	plugin := conformance.Binary(binary, config)
 	if f.sandbox {
 		plugin = conformance.Sandboxed(plugin, host.Self)

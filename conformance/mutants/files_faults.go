@@ -184,6 +184,7 @@ func tornFaults() []fileFault {
 	return []fileFault{
 		{"memory", "kill-idle", "writes when it closes", true, func(b *badFiles) error { return later(b, time.Hour) }},
 		{"behind", "kill-acked", "writes 60 ms after it acknowledged", true, func(b *badFiles) error { return later(b, 60*time.Millisecond) }},
+		{"queue", "random-kills", "writes 5 ms after it acknowledged", true, func(b *badFiles) error { return later(b, 5*time.Millisecond) }},
 		{"looks", "kill-match", "moves blocks aside while it looks at them", true, func(b *badFiles) error {
 			b.lookup = func(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 				for _, keys := range runs {

@@ -146,7 +146,7 @@ func (b *backend) join(arena []byte) *life {
 		l = newLife(arena)
 		b.lives[first] = l
 		l.recover(func(k connector.StoreKey, data []byte, sound bool) {
-			if sound {
+			if sound && b.blocks[k] == nil { // another life may have replaced it
 				b.blocks[k] = data
 			}
 		})

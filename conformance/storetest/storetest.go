@@ -1,5 +1,5 @@
-// Package storetest checks that a connector.Store keeps blocks apart whose keys are nearly the same. Authors of
-// stores run it beside package conformance:
+// Package storetest checks that a connector.Store keeps blocks apart whose keys are nearly the same, and that it answers
+// random histories of calls as the rules of docs/spec allow. Authors of stores run it beside package conformance:
 //
 //	func TestStore(t *testing.T) {
 //		storetest.Run(t, storetest.Harness{Open: func(t storetest.T) connector.Store { ... }})
@@ -33,7 +33,7 @@ type T interface {
 
 // Harness makes stores for the suite.
 type Harness struct {
-	// Open makes a new, empty store, which has room for 128 KiB. The suite closes it.
+	// Open makes a new, empty store, which has room for 2 MiB. The suite closes it.
 	Open func(t T) connector.Store
 }
 
@@ -60,6 +60,7 @@ func Cases() []Case {
 		{"zeros", "Keys of zeros that differ in one byte are kept apart.", func(t T, h Harness) { apart(t, h, oneByte(filled(0))) }},
 		{"folded", "Keys that differ in the same bit of two bytes, or in the order of their bytes, are kept apart.", func(t T, h Harness) { apart(t, h, folded()) }},
 		{"text", "Keys with bytes that mean something in paths, lines and strings are kept apart.", func(t T, h Harness) { apart(t, h, texts()) }},
+		{"random", "Random histories of Puts, Gets and Lookups, at once and cancelled: each answer is one that the rules allow.", func(t T, h Harness) { Random(t, h, 1, short) }},
 	}
 }
 

@@ -4,7 +4,11 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
+	"slices"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -15,12 +19,16 @@ import (
 
 // memory is a store that knows keys by what name makes of them.
 type memory struct {
-	name   func(connector.StoreKey) string
+	name func(connector.StoreKey) string
+
+	mu     sync.Mutex
 	blocks map[string][]byte
 }
 
 // Lookup implements connector.Store.
 func (m *memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	found := make([]int, len(runs))
 	for i, keys := range runs {
 		for found[i] < len(keys) && m.blocks[m.name(keys[found[i]])] != nil {
@@ -32,6 +40,8 @@ func (m *memory) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, 
 
 // Get implements connector.Store.
 func (m *memory) Get(_ context.Context, items []connector.Item) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	failed := &connector.ItemError{Err: connector.ErrGone}
 	for i, it := range items {
 		data := m.blocks[m.name(it.Key)]
@@ -50,8 +60,10 @@ func (m *memory) Get(_ context.Context, items []connector.Item) error {
 
 // Put implements connector.Store.
 func (m *memory) Put(_ context.Context, items []connector.Item) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	for _, it := range items {
-		if name := m.name(it.Key); m.blocks[name] == nil {
+		if name := m.name(it.Key); m.blocks[name] == nil || it.Replace {
 			m.blocks[name] = bytes.Join(it.Spans, nil)
 		}
 	}
@@ -62,7 +74,7 @@ func (m *memory) Put(_ context.Context, items []connector.Item) error {
 func (m *memory) Close() error { return nil }
 
 func named(name func(connector.StoreKey) string) storetest.Harness {
-	return storetest.Harness{Open: func(storetest.T) connector.Store { return &memory{name, map[string][]byte{}} }}
+	return storetest.Harness{Open: func(storetest.T) connector.Store { return &memory{name: name, blocks: map[string][]byte{}} }}
 }
 
 func TestRightStore(t *testing.T) {
@@ -100,6 +112,88 @@ func TestShortenedKeys(t *testing.T) {
 			}
 			require.Positive(t, noticed)
 		})
+	}
+}
+
+// wrong is a store of which one call is changed.
+type wrong struct {
+	*memory
+	get, put func(m *memory, items []connector.Item) error
+}
+
+// Get implements connector.Store.
+func (w *wrong) Get(ctx context.Context, items []connector.Item) error {
+	if w.get != nil {
+		return w.get(w.memory, items)
+	}
+	return w.memory.Get(ctx, items)
+}
+
+// Put implements connector.Store.
+func (w *wrong) Put(ctx context.Context, items []connector.Item) error {
+	if w.put != nil {
+		return w.put(w.memory, items)
+	}
+	return w.memory.Put(ctx, items)
+}
+
+// What the cases about keys do not see the random one does.
+func TestRandomHistoriesOfWrongStores(t *testing.T) {
+	whole := func(k connector.StoreKey) string { return string(k[:]) }
+	for what, change := range map[string]func(*wrong){
+		"never replaces": func(w *wrong) {
+			w.put = func(m *memory, items []connector.Item) error {
+				items = slices.Clone(items)
+				for i := range items {
+					items[i].Replace = false
+				}
+				return m.Put(context.Background(), items)
+			}
+		},
+		"moves 16 spans": func(w *wrong) {
+			w.put = func(m *memory, items []connector.Item) error {
+				items = slices.Clone(items)
+				for i := range items {
+					items[i].Spans = items[i].Spans[:min(16, len(items[i].Spans))]
+				}
+				return m.Put(context.Background(), items)
+			}
+		},
+		"names half of what is absent": func(w *wrong) {
+			w.get = func(m *memory, items []connector.Item) error {
+				err := m.Get(context.Background(), items)
+				if absent, ok := errors.AsType[*connector.ItemError](err); ok {
+					absent.Items = absent.Items[:(len(absent.Items)+1)/2]
+				}
+				return err
+			}
+		},
+		"writes into what it stores": func(w *wrong) {
+			w.put = func(m *memory, items []connector.Item) error {
+				err := m.Put(context.Background(), items)
+				items[0].Spans[0][0]++
+				return err
+			}
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			h := storetest.Harness{Open: func(storetest.T) connector.Store {
+				w := &wrong{memory: &memory{name: whole, blocks: map[string][]byte{}}}
+				change(w)
+				return w
+			}}
+			for _, c := range storetest.Cases() {
+				failed := pipetest.Failed(t.Context(), func(t pipetest.T) { c.Run(t, h) })
+				require.Equal(t, c.Name == "random", failed, c.Name)
+			}
+		})
+	}
+}
+
+// A right store is not accused, whatever the seed.
+func TestRandomHistoriesOfARightStore(t *testing.T) {
+	for seed := range uint64(20) {
+		storetest.Random(t, named(func(k connector.StoreKey) string { return string(k[:]) }), seed, time.Millisecond)
 	}
 }
 

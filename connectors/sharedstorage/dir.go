@@ -188,10 +188,15 @@ func (d *dir) has(k connector.StoreKey) bool {
 }
 
 // remove deletes the key's file; one that is not there is fine.
-func (d *dir) remove(k connector.StoreKey) {
-	if f, err := d.folder(int(k[0]), false); err == nil {
-		_ = unix.Unlinkat(int(f.Fd()), fileName(k), 0)
+func (d *dir) remove(k connector.StoreKey) error {
+	f, err := d.folder(int(k[0]), false)
+	if err != nil {
+		return nil //nolint:nilerr // its folder is not there
 	}
+	if err := unix.Unlinkat(int(f.Fd()), fileName(k), 0); err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("remove %s: %w", fileName(k), err)
+	}
+	return nil
 }
 
 // create opens a new temporary file for writing.
@@ -452,7 +457,7 @@ func (b *budget) evict(d *dir, files []file) []connector.StoreKey {
 			break
 		}
 		fault.Crash("store.evict")
-		d.remove(f.key)
+		_ = d.remove(f.key)
 		b.used -= f.size
 		gone = append(gone, f.key)
 	}

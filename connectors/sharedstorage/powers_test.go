@@ -38,6 +38,30 @@ func TestReset(t *testing.T) {
 	require.False(t, emptied)
 }
 
+// A block that another engine saves again at that moment does not count: only what was there before has to go.
+func TestResetBesideSaves(t *testing.T) {
+	dir := t.TempDir()
+	s, peer := open(t, Config{Path: dir}), open(t, Config{Path: dir})
+	ctx, stop := context.WithCancel(t.Context())
+	var saving sync.WaitGroup
+	for n := range 2 {
+		saving.Go(func() {
+			again := item(n)
+			again.Replace = true
+			for ctx.Err() == nil {
+				_ = peer.Put(ctx, []connector.Item{again})
+			}
+		})
+	}
+	for range 8 {
+		emptied, err := s.Reset(t.Context())
+		require.NoError(t, err)
+		require.True(t, emptied)
+	}
+	stop()
+	saving.Wait()
+}
+
 func TestResetOfAReadOnlyFolder(t *testing.T) {
 	dir := t.TempDir()
 	put(t, open(t, Config{Path: dir}), item(1))

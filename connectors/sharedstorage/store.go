@@ -187,7 +187,7 @@ func (s *Store) get(d *dir, it connector.Item) error {
 		s.counts.Count(func(n *Counts) { n.Corrupt++ })
 		s.log.Warn("damaged block file", "key", fileName(it.Key), "error", err, "removed", !s.config.ReadOnly)
 		if !s.config.ReadOnly {
-			d.remove(it.Key)
+			_ = d.remove(it.Key)
 			s.removed([]connector.StoreKey{it.Key})
 		}
 	}
@@ -402,18 +402,23 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	}
 }
 
-// emptyShard removes the block files of one shard. One that cannot be removed is an error.
+// emptyShard removes the block files of one shard. One that cannot be removed is an error; one that another save has
+// made again meanwhile is not.
 func emptyShard(d *dir, n int) error {
+	removed := map[connector.StoreKey]bool{}
 	for {
-		files := appendShard(nil, d, n)
-		if len(files) == 0 {
+		left := false
+		for _, f := range appendShard(nil, d, n) {
+			if removed[f.key] {
+				continue
+			}
+			if err := d.remove(f.key); err != nil {
+				return err
+			}
+			removed[f.key], left = true, true
+		}
+		if !left {
 			return nil
-		}
-		for _, f := range files {
-			d.remove(f.key)
-		}
-		if d.has(files[0].key) {
-			return fmt.Errorf("%s cannot be removed", fileName(files[0].key))
 		}
 	}
 }

@@ -104,6 +104,7 @@ func kvportNames() map[string]int {
 // imports are the rows of kvport, of what attacks it, and of placement, which nothing uses yet.
 func imports() map[string][]string {
 	rows := kvportImports()
+	rows["conformance/internal/model"] = []string{"connector"} // pure
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["internal/place"] = []string{"connector"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
@@ -164,7 +165,7 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket"},
+		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket", "conformance/internal/model"},
 
 		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 

@@ -1,0 +1,62 @@
+package mutants_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/mutants"
+)
+
+// named are the cases that each look for one fault, of profiles that need no process.
+func named() (ids []string) {
+	for _, c := range conformance.Cases() {
+		of := func(p conformance.Profile) bool { return slices.Contains(c.Profiles, p) }
+		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups)) {
+			ids = append(ids, c.ID)
+		}
+	}
+	return ids
+}
+
+// What no case looks for is found by random histories, and the report names the rule and shows a short history.
+func TestOnlyRandomHistoriesFind(t *testing.T) {
+	classes := map[string]bool{}
+	all := mutants.RandomlyFound()
+	require.GreaterOrEqual(t, len(all), 20)
+	for n, m := range all {
+		classes[m.Class] = true
+		t.Run(m.Name, func(t *testing.T) {
+			if testing.Short() && n%3 > 0 {
+				t.Skip("with -short, which the race stage uses, one in three; make test runs all")
+			}
+			start := conformance.InProcess
+			if m.Racy {
+				start = conformance.Wire // a data race by definition, which the race detector does not see through the protocol
+			}
+			maker := func() (conformance.Harness, error) { return start(m.Plugin(), nil)() } // each with a store of its own
+			for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(), Seed: 7}) {
+				require.NotEqual(t, conformance.Fail, r.Status, "%s finds it: %v", r.ID, r.Log)
+			}
+			var r conformance.Result
+			budget := time.Second
+			if m.Long {
+				budget = 6 * time.Second
+			}
+			for seed := uint64(1); seed < 8 && r.Status != conformance.Fail; seed++ {
+				r = conformance.Check(t.Context(), maker, conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: budget, Deadline: 16 * time.Second})[0]
+			}
+			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
+			t.Log(r.Took.Round(1e6), r.Log[0], "\n   "+strings.Join(r.Transcript, "\n   "))
+			require.Contains(t, m.Rules, r.Rule, fmt.Sprint(r.Log))
+			require.True(t, strings.HasPrefix(r.Log[0], r.Rule+": "), r.Log[0])
+			require.LessOrEqual(t, len(r.Transcript), 15)
+		})
+	}
+	t.Logf("%d wrong connectors of %d classes", len(all), len(classes))
+}
