@@ -129,7 +129,7 @@ func sizeFaults() []Unseen {
 				}
 				return s.memory.Put(ctx, items)
 			}
-		}),
+		}).or("STORE-06"),
 		planted(groups, "needs all blocks of the third group", "WORK-05", onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			all := &scheduler{backend: s.backend, env: s.env}
 			all.env.Layout.Groups = slices.Clone(s.env.Layout.Groups)

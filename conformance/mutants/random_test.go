@@ -2,6 +2,7 @@ package mutants_test
 
 import (
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -32,8 +33,8 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 	for n, m := range all {
 		classes[m.Class] = true
 		t.Run(m.Name, func(t *testing.T) {
-			if testing.Short() && n%3 > 0 {
-				t.Skip("with -short, which the race stage uses, one in three; make test runs all")
+			if os.Getenv("KVPORT_SOAK") == "" && n%3 > 0 {
+				t.Skip("one in three; all with KVPORT_SOAK=1")
 			}
 			start := conformance.InProcess
 			if m.Racy {
@@ -44,12 +45,12 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 				require.NotEqual(t, conformance.Fail, r.Status, "%s finds it: %v", r.ID, r.Log)
 			}
 			var r conformance.Result
-			budget := time.Second
+			budget := 4900 * time.Millisecond // a busy machine plays fewer histories in it; the first one that fails ends it
 			if m.Long {
-				budget = 6 * time.Second
+				budget = 30 * time.Second
 			}
 			for seed := uint64(1); seed < 8 && r.Status != conformance.Fail; seed++ {
-				r = conformance.Check(t.Context(), maker, conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: budget, Deadline: 16 * time.Second})[0]
+				r = conformance.Check(t.Context(), maker, conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: budget, Deadline: 2 * time.Minute})[0]
 			}
 			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
 			t.Log(r.Took.Round(1e6), r.Log[0], "\n   "+strings.Join(r.Transcript, "\n   "))
