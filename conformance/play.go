@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"syscall"
 	"time"
 
@@ -41,8 +42,8 @@ func (r *rig) stage(ranks int, size int64) *stage {
 // shut ends what was started. The first error is the one to tell.
 func (r *rig) shut() error {
 	var errs []error
-	for i := len(r.closers) - 1; i >= 0; i-- {
-		errs = append(errs, r.closers[i]())
+	for _, v := range slices.Backward(r.closers) {
+		errs = append(errs, v())
 	}
 	r.closers = nil
 	return errors.Join(errs...)
@@ -279,7 +280,7 @@ func (p *player) call(c *model.Call, m *moving) model.Result {
 	}
 	done := make(chan model.Result, 1)
 	go func() {
-		res := model.Result{}
+		var res model.Result
 		switch c.Kind {
 		case model.Save, model.Load:
 			res = p.transfer(ctx, c, m)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvport/kvport/conformance/internal/model"
@@ -109,7 +110,7 @@ func (t *theatre) shut() {
 	}
 	s := t.stage
 	t.stage = nil
-	if err := errors.Join(s.end(), s.rig.shut()); err != nil {
+	if err := errors.Join(s.end(), s.shut()); err != nil {
 		t.check(err, "close")
 	}
 }
@@ -128,7 +129,7 @@ func (t *theatre) drop() {
 	go func() {
 		defer close(ended)
 		_ = s.end()
-		_ = s.rig.shut()
+		_ = s.shut()
 	}()
 	select {
 	case <-ended:
@@ -305,15 +306,16 @@ func (t *theatre) again(h *model.History, wait time.Duration) *failure {
 func (t *theatre) tell(h *model.History, f *failure, note string) {
 	t.Helper()
 	transcript := append(model.Transcript(h, f.outcomes, f.violation), note)
-	text := model.Says(h, f.violation)
+	var text strings.Builder
+	text.WriteString(model.Says(h, f.violation))
 	rec, ok := t.T.(*recorder)
 	if !ok {
 		for _, line := range transcript {
-			text += "\n" + line
+			text.WriteString("\n" + line)
 		}
-		t.Errorf("%s", text)
+		t.Errorf("%s", text.String())
 		return
 	}
 	rec.broken(f.violation.Rule, transcript, f.words)
-	t.Errorf("%s", text)
+	t.Errorf("%s", text.String())
 }

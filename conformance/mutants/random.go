@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"maps"
 	"runtime/debug"
 	"slices"
 	"sync"
@@ -324,9 +325,7 @@ func resetFaults() []Unseen {
 					emptied, err := s.Reset(ctx)
 					b.mu.Lock()
 					defer b.mu.Unlock()
-					for k, data := range kept {
-						b.blocks[k] = data
-					}
+					maps.Copy(b.blocks, kept)
 					return emptied, err
 				}}
 			}

@@ -17,7 +17,7 @@ var (
 	ErrFull       = errors.New("no free slot")                               // the caller gives a block up first
 	ErrKnown      = errors.New("known already")                              // a promotion that came too late
 	ErrImpossible = errors.New("impossible parts")                           // no parts, too many, or too long
-	ErrRefused    = errors.New("refused")                                    // what every Refusal is
+	ErrRefused    = errors.New("refused")                                    // what every RefusalError is
 )
 
 // Reason says what the host refuses in a slot that a plugin named (rule PLACE-09).
@@ -36,17 +36,17 @@ const (
 	NoVerdict   Reason = "an answer without a verdict"
 )
 
-// Refusal is an answer or a notice that the host does not believe. It wraps ErrRefused.
-type Refusal struct {
+// RefusalError is an answer or a notice that the host does not believe. It wraps ErrRefused.
+type RefusalError struct {
 	Slot   Slot
 	Reason Reason
 }
 
 // Error names the slot and the reason.
-func (r *Refusal) Error() string { return fmt.Sprintf("slot %d is refused: %s", r.Slot, r.Reason) }
+func (r *RefusalError) Error() string { return fmt.Sprintf("slot %d is refused: %s", r.Slot, r.Reason) }
 
 // Unwrap is ErrRefused.
-func (r *Refusal) Unwrap() error { return ErrRefused }
+func (r *RefusalError) Unwrap() error { return ErrRefused }
 
 // Fault says whether no honest plugin causes it.
-func (r *Refusal) Fault() bool { return r.Reason != Pinned }
+func (r *RefusalError) Fault() bool { return r.Reason != Pinned }

@@ -3,7 +3,7 @@ package place
 import "slices"
 
 // Notice takes a notice of the plugin: the block comes into the index if its slots hold it. ErrGone: they did when the
-// notice was sent. A *Refusal: no honest plugin sends that.
+// notice was sent. A *RefusalError: no honest plugin sends that.
 func (h *Host) Notice(n *Notice, now int64) error { return h.learn(n.Slots, nil, now) }
 
 // moment is what a host knew when it began to look at slots that a plugin named.
@@ -16,7 +16,7 @@ type moment struct {
 // block.
 func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 	if len(slots) == 0 || len(slots) > h.g.Slots || parts != nil && len(parts) != len(slots) {
-		return &Refusal{Reason: Count}
+		return &RefusalError{Reason: Count}
 	}
 	began, err := h.look(slots)
 	if err != nil {
@@ -29,7 +29,7 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 		case err != nil:
 			return err
 		case h.ahead(head.Serial):
-			return &Refusal{Slot: s, Reason: SerialAhead}
+			return &RefusalError{Slot: s, Reason: SerialAhead}
 		case !head.belongs(i, slots) || i > 0 && head.Serial != e.serial:
 			return ErrGone // another block, since the plugin spoke
 		case !head.counts(began.epoch, now):
@@ -75,7 +75,7 @@ func (h *Host) look(slots []Slot) (moment, error) {
 	for i, s := range slots {
 		switch {
 		case !h.g.has(s):
-			return began, &Refusal{Slot: s, Reason: OutOfRange}
+			return began, &RefusalError{Slot: s, Reason: OutOfRange}
 		case h.writing[s] != nil:
 			return began, ErrGone // it was lent since
 		}
@@ -104,7 +104,7 @@ func (h *Host) enter(e *entry, began *moment) error {
 	return nil
 }
 
-// read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *Refusal: the header is not what the
+// read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *RefusalError: the header is not what the
 // writer of the slot wrote.
 func (h *Host) read(s Slot) (head Header, w Word, err error) {
 	at := h.g.wordAt(s)
@@ -119,5 +119,5 @@ func (h *Host) read(s Slot) (head Header, w Word, err error) {
 	if Word(h.arena.Load(at)) != w {
 		return head, w, ErrGone // it was written meanwhile
 	}
-	return head, w, &Refusal{Slot: s, Reason: HeaderLies}
+	return head, w, &RefusalError{Slot: s, Reason: HeaderLies}
 }

@@ -7,10 +7,19 @@ import (
 	"unsafe"
 )
 
-// Memory is shared memory. Words have 64 bits and are named by their offset in bytes, a multiple of 8. Each access of
-// a word is atomic, and all of them have one order, in which every process sees them (sequential consistency). The
-// product has Map; simulators put their own in between, to interleave the ends at every access.
+// Memory is shared memory. The product has Map; simulators put their own in between, to interleave the ends at every
+// access.
 type Memory interface {
+	Words
+	// Bytes are n bytes in place. Accesses of them are ordered by those of words alone.
+	Bytes(at, n int64) []byte
+	// Size is the number of bytes.
+	Size() int64
+}
+
+// Words are the words of a memory. They have 64 bits and are named by their offset in bytes, a multiple of 8. Each access of
+// a word is atomic, and all of them have one order, in which every process sees them (sequential consistency).
+type Words interface {
 	// Load is the word at an offset.
 	Load(at int64) uint64
 	// Store replaces it.
@@ -19,10 +28,6 @@ type Memory interface {
 	CompareAndSwap(at int64, old, with uint64) bool
 	// Add adds to it, modulo 2^64.
 	Add(at int64, delta uint64)
-	// Bytes are n bytes in place. Accesses of them are ordered by those of words alone.
-	Bytes(at, n int64) []byte
-	// Size is the number of bytes.
-	Size() int64
 }
 
 // ErrUnsupported says that the protocol was not shown to hold on this kind of processor.

@@ -170,7 +170,7 @@ func TestLayout(t *testing.T) {
 		require.NoError(t, err)
 	}
 	slot := int(a.Slots[1])
-	require.EqualValues(t, 39, slot, "free slots are taken from the end")
+	require.Equal(t, 39, slot, "free slots are taken from the end")
 	head := p.arena[4096+128*slot:][:128]
 	require.EqualValues(t, 1<<8|3, at(head, 0), "generation and READY")
 	require.EqualValues(t, 1, at(head, 8), "serial")

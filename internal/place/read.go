@@ -10,7 +10,7 @@ import (
 const tries = 3
 
 // Find says where parts are, all of them or none, without pinning anything and without a message. Each is checked against
-// its header; now is in Unix ms. ErrMiss: they are not resident, as far as this host knows. A *Refusal: a header lies;
+// its header; now is in Unix ms. ErrMiss: they are not resident, as far as this host knows. A *RefusalError: a header lies;
 // the block is not offered again.
 func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	for range tries {
@@ -60,17 +60,17 @@ func (h *Host) verify(r *Ref, now int64) error {
 	case w.Generation() != r.generation || head.expired(now):
 		return ErrGone
 	case head.Key != r.Part.Key || head.Length != r.Part.Length || head.Serial != r.serial:
-		return &Refusal{Slot: r.Slot, Reason: HeaderLies}
+		return &RefusalError{Slot: r.Slot, Reason: HeaderLies}
 	}
 	return nil
 }
 
 // Pin keeps the bytes of a part in their slot until Release, which must follow: an honest plugin gives the slot no other
 // use before. A pin should last as long as one copy. ErrGone: the part was given up since Find; it is loaded by message, or
-// recomputed. A *Refusal: its header lies.
+// recomputed. A *RefusalError: its header lies.
 func (h *Host) Pin(r Ref) (*Pin, error) {
 	if !h.g.has(r.Slot) {
-		return nil, &Refusal{Slot: r.Slot, Reason: OutOfRange}
+		return nil, &RefusalError{Slot: r.Slot, Reason: OutOfRange}
 	}
 	h.words.Add(h.g.pinAt(r.Slot), 1) // before the look: rule PLACE-04
 	if err := h.verify(&r, 0); err != nil {

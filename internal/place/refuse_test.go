@@ -1,6 +1,7 @@
 package place
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,21 +12,21 @@ func TestRefusedAnswers(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		answer func(p *pair, a Answer) Answer
-		want   Refusal
+		want   RefusalError
 	}{
-		{"beyond the last", func(_ *pair, a Answer) Answer { a.Slots[1] = 8; return a }, Refusal{8, OutOfRange}},
-		{"far beyond", func(_ *pair, a Answer) Answer { a.Slots[0] = 1<<32 - 1; return a }, Refusal{1<<32 - 1, OutOfRange}},
-		{"too few", func(_ *pair, a Answer) Answer { a.Slots = a.Slots[:1]; return a }, Refusal{0, Count}},
-		{"none", func(_ *pair, a Answer) Answer { a.Slots = nil; return a }, Refusal{0, Count}},
-		{"one slot for both parts", func(_ *pair, a Answer) Answer { a.Slots[1] = a.Slots[0]; return a }, Refusal{4, LentTwice}},
-		{"another save's slot", func(_ *pair, a Answer) Answer { a.Slots[1] = 7; return a }, Refusal{7, LentTwice}},
-		{"a free slot", func(_ *pair, a Answer) Answer { a.Slots[1] = 0; return a }, Refusal{0, NotLent}},
-		{"a resident slot", func(_ *pair, a Answer) Answer { a.Slots[1] = 6; return a }, Refusal{6, NotLent}},
-		{"a pinned slot", func(p *pair, a Answer) Answer { p.w.Add(p.g.pinAt(a.Slots[1]), 1); return a }, Refusal{5, Pinned}},
-		{"a state that there is not", func(p *pair, a Answer) Answer { p.a.Store(p.g.wordAt(5), 77); return a }, Refusal{5, NotLent}},
-		{"no verdict", func(_ *pair, a Answer) Answer { a.Verdict = 0; return a }, Refusal{0, NoVerdict}},
-		{"another verdict", func(_ *pair, a Answer) Answer { a.Verdict = 9; return a }, Refusal{0, NoVerdict}},
-		{"known beyond the last", func(_ *pair, a Answer) Answer { a.Verdict, a.Slots = Known, []Slot{6, 8}; return a }, Refusal{8, OutOfRange}},
+		{"beyond the last", func(_ *pair, a Answer) Answer { a.Slots[1] = 8; return a }, RefusalError{8, OutOfRange}},
+		{"far beyond", func(_ *pair, a Answer) Answer { a.Slots[0] = 1<<32 - 1; return a }, RefusalError{1<<32 - 1, OutOfRange}},
+		{"too few", func(_ *pair, a Answer) Answer { a.Slots = a.Slots[:1]; return a }, RefusalError{0, Count}},
+		{"none", func(_ *pair, a Answer) Answer { a.Slots = nil; return a }, RefusalError{0, Count}},
+		{"one slot for both parts", func(_ *pair, a Answer) Answer { a.Slots[1] = a.Slots[0]; return a }, RefusalError{4, LentTwice}},
+		{"another save's slot", func(_ *pair, a Answer) Answer { a.Slots[1] = 7; return a }, RefusalError{7, LentTwice}},
+		{"a free slot", func(_ *pair, a Answer) Answer { a.Slots[1] = 0; return a }, RefusalError{0, NotLent}},
+		{"a resident slot", func(_ *pair, a Answer) Answer { a.Slots[1] = 6; return a }, RefusalError{6, NotLent}},
+		{"a pinned slot", func(p *pair, a Answer) Answer { p.w.Add(p.g.pinAt(a.Slots[1]), 1); return a }, RefusalError{5, Pinned}},
+		{"a state that there is not", func(p *pair, a Answer) Answer { p.a.Store(p.g.wordAt(5), 77); return a }, RefusalError{5, NotLent}},
+		{"no verdict", func(_ *pair, a Answer) Answer { a.Verdict = 0; return a }, RefusalError{0, NoVerdict}},
+		{"another verdict", func(_ *pair, a Answer) Answer { a.Verdict = 9; return a }, RefusalError{0, NoVerdict}},
+		{"known beyond the last", func(_ *pair, a Answer) Answer { a.Verdict, a.Slots = Known, []Slot{6, 8}; return a }, RefusalError{8, OutOfRange}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPair(t, 8)
@@ -76,7 +77,7 @@ func TestWordChanged(t *testing.T) {
 	s := p.grant(false, parts(1)...)
 	p.a.Store(p.g.wordAt(0), uint64(NewWord(9, Ready)))
 	_, err := s.Publish(0)
-	require.Equal(t, &Refusal{0, WordChanged}, err)
+	require.Equal(t, &RefusalError{0, WordChanged}, err)
 	p.gone(1)
 }
 
@@ -120,10 +121,10 @@ func TestForgedHeaders(t *testing.T) {
 		forge func(h *Header)
 		want  error
 	}{
-		"not drawn yet":      {func(h *Header) { h.Serial = 2 }, &Refusal{slots[0], SerialAhead}},
-		"too long":           {func(h *Header) { h.Length = 101 }, &Refusal{slots[0], HeaderLies}},
-		"part beyond parts":  {func(h *Header) { h.Part = 2 }, &Refusal{slots[0], HeaderLies}},
-		"lead beyond slots":  {func(h *Header) { h.Lead = 4 }, &Refusal{slots[0], HeaderLies}},
+		"not drawn yet":      {func(h *Header) { h.Serial = 2 }, &RefusalError{slots[0], SerialAhead}},
+		"too long":           {func(h *Header) { h.Length = 101 }, &RefusalError{slots[0], HeaderLies}},
+		"part beyond parts":  {func(h *Header) { h.Part = 2 }, &RefusalError{slots[0], HeaderLies}},
+		"lead beyond slots":  {func(h *Header) { h.Lead = 4 }, &RefusalError{slots[0], HeaderLies}},
 		"another lead":       {func(h *Header) { h.Lead = slots[1] }, ErrGone},
 		"another part":       {func(h *Header) { h.Part = 1 }, ErrGone},
 		"more parts":         {func(h *Header) { h.Parts = 3 }, ErrGone},
@@ -134,7 +135,8 @@ func TestForgedHeaders(t *testing.T) {
 		h := right
 		c.forge(&h)
 		err := forge(h)
-		if refusal, ok := c.want.(*Refusal); ok {
+		refusal := &RefusalError{}
+		if errors.As(c.want, &refusal) {
 			require.Equal(t, refusal, err, name)
 		} else {
 			require.ErrorIs(t, err, c.want, name)

@@ -55,7 +55,7 @@ func (s *Save) Request() *Request { return &s.request }
 
 // Accept takes the plugin's answer. Granted: the caller writes the parts and publishes each. Known: the block is resident,
 // and the save has succeeded. Every error means that nothing was saved: ErrDeclined, ErrReset, ErrVoid, ErrGone (it was
-// known when the plugin answered), or a *Refusal; Drop follows.
+// known when the plugin answered), or a *RefusalError; Drop follows.
 func (s *Save) Accept(a *Answer, now int64) (Verdict, error) {
 	switch a.Verdict {
 	case Granted:
@@ -77,7 +77,7 @@ func (s *Save) Accept(a *Answer, now int64) (Verdict, error) {
 		s.end()
 		return 0, ErrDeclined
 	}
-	return 0, &Refusal{Reason: NoVerdict}
+	return 0, &RefusalError{Reason: NoVerdict}
 }
 
 // noFormer is not a generation.
@@ -96,16 +96,16 @@ func (s *Save) claim(slots []Slot) error {
 	case s.request.Epoch != h.epoch:
 		return ErrReset
 	case len(slots) != len(s.request.Parts):
-		return &Refusal{Reason: Count}
+		return &RefusalError{Reason: Count}
 	}
 	former := make([]uint64, len(slots))
 	for i, slot := range slots {
 		if !h.g.has(slot) {
-			return &Refusal{Slot: slot, Reason: OutOfRange}
+			return &RefusalError{Slot: slot, Reason: OutOfRange}
 		}
 		var mayBe bool
 		if former[i], mayBe = h.writing[slot].leaves(slot); !mayBe || slices.Contains(slots[:i], slot) {
-			return &Refusal{Slot: slot, Reason: LentTwice}
+			return &RefusalError{Slot: slot, Reason: LentTwice}
 		}
 	}
 	s.refs, s.former = make([]Ref, len(slots)), former
@@ -138,11 +138,11 @@ func (s *Save) begin() error {
 		w := Word(h.arena.Load(h.g.wordAt(slot)))
 		switch {
 		case w.State() != Lent:
-			return &Refusal{Slot: slot, Reason: NotLent}
+			return &RefusalError{Slot: slot, Reason: NotLent}
 		case w.Generation() == s.former[i]:
-			return &Refusal{Slot: slot, Reason: LentTwice}
+			return &RefusalError{Slot: slot, Reason: LentTwice}
 		case h.words.Load(h.g.pinAt(slot)) != 0:
-			return &Refusal{Slot: slot, Reason: Pinned}
+			return &RefusalError{Slot: slot, Reason: Pinned}
 		}
 		s.refs[i].generation = w.Generation()
 	}
@@ -182,7 +182,7 @@ func (s *Save) Publish(part int) (done bool, err error) {
 	h.mu.Unlock()
 	lent := NewWord(r.generation, Lent)
 	if !h.arena.CompareAndSwap(h.g.wordAt(r.Slot), uint64(lent), uint64(lent.as(Ready))) {
-		return false, &Refusal{Slot: r.Slot, Reason: WordChanged}
+		return false, &RefusalError{Slot: r.Slot, Reason: WordChanged}
 	}
 	return s.arrived()
 }

@@ -120,8 +120,7 @@ func (x *torture) save(t *testing.T, k byte, replace bool) bool {
 	}
 	x.mu.Unlock()
 	if v, err := s.Accept(&a, now); err != nil || v == Known {
-		var refusal *Refusal
-		if errors.As(err, &refusal) {
+		if refusal, ok := errors.AsType[*RefusalError](err); ok {
 			assert.Equal(t, Pinned, refusal.Reason)
 		}
 		if r, told := s.Drop(); told {

@@ -152,8 +152,10 @@ func (j *Judge) Step(step Step, o *Outcome) *Violation {
 
 // specific orders rules: what says most comes first.
 func specific(rule string) int {
-	order := []string{"WORK-04", "WORK-03", "LAYOUT-02", "WORK-06", "SCHED-01", "SCHED-04", "KEY-04", "KEY-07", "KEY-08", "KEY-06", "STORE-06", "RESET-01", "WORK-08",
-		"STORE-03", "GROUP-03", "GROUP-04", "STORE-02", "STORE-04", "LAYOUT-03", "WORK-02", "STORE-05", "SCHED-02", "FAULT-01", "STORE-01", "WORK-07"}
+	order := []string{
+		"WORK-04", "WORK-03", "LAYOUT-02", "WORK-06", "SCHED-01", "SCHED-04", "KEY-04", "KEY-07", "KEY-08", "KEY-06", "STORE-06", "RESET-01", "WORK-08",
+		"STORE-03", "GROUP-03", "GROUP-04", "STORE-02", "STORE-04", "LAYOUT-03", "WORK-02", "STORE-05", "SCHED-02", "FAULT-01", "STORE-01", "WORK-07",
+	}
 	if i := slices.Index(order, rule); i >= 0 {
 		return i
 	}
@@ -256,8 +258,10 @@ func (j *Judge) load(c *Call, res *Result, d *during) (found []*Violation) {
 			p := place{ref.Key, ref.Group, rank}
 			switch {
 			case m.failed(n) && !ref.Tail && !res.Ended && j.sure(p, d):
-				found = append(found, &Violation{Rule: j.lostRule(p, lacks), Text: fmt.Sprintf("a load fails for %s, which is stored: %v", j.name(ref, rank), m.Err),
-					Allowed: "its bytes", Kind: lost})
+				found = append(found, &Violation{
+					Rule: j.lostRule(p, lacks), Text: fmt.Sprintf("a load fails for %s, which is stored: %v", j.name(ref, rank), m.Err),
+					Allowed: "its bytes", Kind: lost,
+				})
 			case !m.failed(n):
 				if v := j.content(ref, rank, m.Found[n], d); v != nil {
 					found = append(found, v)
@@ -311,10 +315,10 @@ func (j *Judge) content(ref Ref, rank int, f Found, d *during) *Violation {
 // describe says what lies in a block that should have other bytes, and which rule that breaks.
 func (j *Judge) describe(v *Violation, ref Ref, rank int, f Found) {
 	s, name := j.at(place{ref.Key, ref.Group, rank}), j.name(ref, rank)
-	switch {
-	case f.What == Untouched:
+	switch f.What {
+	case Untouched:
 		v.Rule, v.Text = "WORK-02", fmt.Sprintf("a load says that %s has arrived, and has written nothing", name)
-	case f.What == Exact:
+	case Exact:
 		v.Rule, v.Text = other(ref, rank, f, v.Rule), fmt.Sprintf("a load gives %s the bytes of %s", name, version(j.name(f.Ref, f.Rank), f.Version))
 		if f.Ref == ref && f.Rank == rank {
 			if s.erased&(1<<f.Version) != 0 {
@@ -322,9 +326,9 @@ func (j *Judge) describe(v *Violation, ref Ref, rank int, f Found) {
 			}
 			v.Text = fmt.Sprintf("a load gives %s bytes that are not stored any more", name)
 		}
-	case f.What == Digest:
+	case Digest:
 		v.Rule, v.Text = "LAYOUT-03", fmt.Sprintf("a load gives %s other digests than were saved", name)
-	case f.What == Torn:
+	case Torn:
 		v.Kind, v.Text = torn, fmt.Sprintf("a load gives %s bytes that are partly right", name)
 	default:
 		v.Text = fmt.Sprintf("a load gives %s bytes that nobody saved", name)

@@ -63,8 +63,10 @@ func (j *Judge) swapped(c *Call, res *Result, d *during) bool {
 func (j *Judge) answer(q *Query, tokens int, ended bool, d *during) *Violation {
 	most := len(q.Keys) - q.Computed
 	if tokens < 0 || tokens%BlockTokens != 0 || tokens > most*BlockTokens {
-		return &Violation{Rule: "SCHED-04", Text: fmt.Sprintf("a Match offers %d tokens beyond the first %d of %d", tokens, q.Computed*BlockTokens, len(q.Keys)*BlockTokens),
-			Allowed: "whole blocks of the prompt"}
+		return &Violation{
+			Rule: "SCHED-04", Text: fmt.Sprintf("a Match offers %d tokens beyond the first %d of %d", tokens, q.Computed*BlockTokens, len(q.Keys)*BlockTokens),
+			Allowed: "whole blocks of the prompt",
+		}
 	}
 	offer := q.Keys[q.Computed : q.Computed+tokens/BlockTokens]
 	maybe := func(p place) bool { return j.versions(p, d) != 0 }

@@ -78,8 +78,8 @@ func (s *shrinker) dropCalls() {
 
 // serialize makes calls of one step come one after another.
 func (s *shrinker) serialize() {
-	for i := len(s.best.Steps) - 1; i >= 0; i-- {
-		for n := len(s.best.Steps[i]) - 1; n > 0; n-- {
+	for i, v := range slices.Backward(s.best.Steps) {
+		for n := len(v) - 1; n > 0; n-- {
 			for _, first := range []bool{true, false} { // the one part first, or the other
 				if s.try(func(h *History) bool { return h.split(i, n, first) }) {
 					break
@@ -129,7 +129,7 @@ func (s *shrinker) simplifyShape() {
 			return true
 		})
 	}
-	for g := len(s.best.Shape.Groups) - 1; g >= 0; g-- {
+	for g := range slices.Backward(s.best.Shape.Groups) {
 		s.try(func(h *History) bool { return h.dropGroup(g) })
 	}
 	for g := range s.best.Shape.Groups {
@@ -219,8 +219,8 @@ func (s *shrinker) simplifyCalls() {
 
 // dropKeys makes calls smaller.
 func (s *shrinker) dropKeys() {
-	for i := len(s.best.Steps) - 1; i >= 0; i-- {
-		for n := range s.best.Steps[i] {
+	for i, v := range slices.Backward(s.best.Steps) {
+		for n := range v {
 			s.dropQueries(i, n)
 			s.without(func(h *History) int { return len(h.Steps[i][n].Keys) - 1 }, func(h *History, from, to int) {
 				c := &h.Steps[i][n]

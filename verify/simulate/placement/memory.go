@@ -168,16 +168,14 @@ func (v *view) Load(at int64) uint64 {
 func (v *view) Store(at int64, value uint64) {
 	value = v.changed(at, value)
 	w := place.Word(value)
-	if v.plugin && v.isWord(at) && w.State() == place.Retired {
-		switch v.s.mutant {
-		case RetireSkipped:
-			return
-		case RetireAfterLook:
-			v.s.current.held = append(v.s.current.held, func() { v.store(at, value) })
-			return
-		}
+	retires := v.plugin && v.isWord(at) && w.State() == place.Retired
+	switch {
+	case retires && v.s.mutant == RetireSkipped:
+	case retires && v.s.mutant == RetireAfterLook:
+		v.s.current.held = append(v.s.current.held, func() { v.store(at, value) })
+	default:
+		v.store(at, value)
 	}
-	v.store(at, value)
 }
 
 func (v *view) store(at int64, value uint64) {

@@ -47,7 +47,7 @@ func (w *world) reset() {
 func (w *world) die() {
 	w.stats.Deaths++
 	if w.o.Mutant != NoFence {
-		w.lane.actor.kill()
+		w.lane.kill()
 	}
 	w.lane = nil
 	w.requests = nil

@@ -144,8 +144,7 @@ func (w *world) source() source { return source{life: w.life, lies: w.liars} }
 
 // check fails the world if an honest plugin was refused, and says whether err is nil.
 func (w *world) check(what string, err error, from source) bool {
-	var r *place.Refusal
-	if errors.As(err, &r) {
+	if r, ok := errors.AsType[*place.RefusalError](err); ok {
 		w.stats.Refused++
 		damaged := w.o.Damage && from.life != w.life // since it was said
 		if r.Reason == place.Pinned {

@@ -133,7 +133,7 @@ func (w *world) sign(tag uint64) uint64 {
 
 // useAnyway writes slots that the host should have refused.
 func (w *world) useAnyway(block int, s *place.Save, answer *place.Answer, err error) {
-	var r *place.Refusal
+	var r *place.RefusalError
 	if w.o.Mutant != LentTwiceAccepted || !errors.As(err, &r) || r.Reason != place.LentTwice {
 		return
 	}
