@@ -225,18 +225,25 @@ func holdWaits(r *rig) {
 func (e *engine) waits(name string, poll func(ctx context.Context) int) {
 	e.Helper()
 	const wait = 100 * time.Millisecond
-	start := time.Now() // before ctx begins: a busy machine may run us again when it is over
-	ctx, cancel := context.WithTimeout(e.Context(), wait)
-	defer cancel()
-	done := make(chan int, 1)
-	go func() { done <- poll(ctx) }()
+	type answer struct {
+		n    int
+		took time.Duration
+	}
+	done := make(chan answer, 1)
+	go func() { // which measures, so that it does not matter when a busy machine runs the other one again
+		start := time.Now()
+		ctx, cancel := context.WithTimeout(e.Context(), wait)
+		defer cancel()
+		n := poll(ctx)
+		done <- answer{n, time.Since(start)}
+	}()
 	select {
-	case n := <-done:
-		if n > 0 {
-			e.Errorf("%s gave %d, nothing had happened", name, n)
+	case a := <-done:
+		if a.n > 0 {
+			e.Errorf("%s gave %d, nothing had happened", name, a.n)
 		}
-		if took := time.Since(start); took < wait/2 {
-			e.Errorf("%s returned after %v with nothing to report; it must wait", name, took)
+		if a.took < wait/2 {
+			e.Errorf("%s returned after %v with nothing to report; it must wait", name, a.took)
 		}
 	case <-time.After(wait + soon):
 		e.Errorf("%s does not return when its context is done", name)
