@@ -260,7 +260,7 @@ func TestOrdinaryInstallations(t *testing.T) {
 		"the same, in another group for once": {user, user, umask002, "home/me/venv/bin/kvport-some", home, "home/me/bin/kvport-some", "home/me/venv/bin/kvport", []int{user, service}, ""},
 		"a container of root's":               {0, 0, umask022, "app/kvport-some", nil, "app/kvport-some", "app/kvport", []int{0, 0}, ""},
 		"root's, and any user in group 0":     {1001, 0, umask002, "app/kvport-some", nil, "app/kvport-some", "app/kvport", []int{1000660000, 0}, ""},
-		"a wheel that a service installed":    {service, service, umask002, "lib/site-packages/kvport_vllm/bin/kvport-some", nil, "lib/site-packages/kvport_vllm/bin/kvport-some", "lib/site-packages/kvport_vllm/bin/kvport", []int{user, user}, ""},
+		"a wheel that a service installed":    {service, service, umask002, "lib/site-packages/kvport_agent/bin/kvport-some", nil, "lib/site-packages/kvport_agent/bin/kvport-some", "lib/site-packages/kvport_agent/bin/kvport", []int{user, user}, ""},
 		"an open volume with kvport in it":    {0, 0, 0o777, "volume/kvport-some", nil, "volume/kvport-some", "volume/kvport", []int{user, user}, ""},
 		"an open volume":                      {0, 0, 0o777, "volume/kvport-some", nil, "volume/kvport-some", "", []int{user, user}, "every user (mode 0777)"},
 		"a volume of a group":                 {0, volume, umask002, "volume/kvport-some", nil, "volume/kvport-some", "", []int{user, user}, "group 3000 (mode 0775)"},

@@ -7,7 +7,7 @@ import (
 )
 
 // ours is the package of kvport's wheel, whose folder bin holds our programs.
-const ours = "kvport_vllm"
+const ours = "kvport_agent"
 
 // Find is what within finds in the first folder beside this program where there may be NIXL's unpacked wheel, or "".
 func Find(within func(dir string) string) string {
