@@ -43,10 +43,7 @@ func kindNames() [kinds]string {
 
 // held is what a connector holds now. pid 0 is this process.
 func held(pid int, folder string) (r resources) {
-	proc := "/proc/self"
-	if pid != 0 {
-		proc = fmt.Sprintf("/proc/%d", pid)
-	}
+	proc := procOf(pid)
 	fds, _ := os.ReadDir(proc + "/fd")
 	r[descriptors] = int64(len(fds))
 	for _, fd := range fds {
@@ -56,10 +53,7 @@ func held(pid int, folder string) (r resources) {
 	}
 	tasks, _ := filepath.Glob(proc + "/task/*")
 	r[threads] = int64(len(tasks))
-	for _, t := range tasks {
-		list, _ := os.ReadFile(filepath.Join(t, "children"))
-		r[processes] += int64(len(strings.Fields(string(list))))
-	}
+	r[processes] = int64(children(pid))
 	if folder != "" {
 		_ = filepath.WalkDir(folder, func(string, fs.DirEntry, error) error {
 			r[files]++

@@ -25,7 +25,7 @@ func warmUp() {
 }
 
 func takeSnapshot() snapshot {
-	return snapshot{goroutines: runtime.NumGoroutine(), fds: openFiles(0), children: children()}
+	return snapshot{goroutines: runtime.NumGoroutine(), fds: openFiles(0), children: children(0)}
 }
 
 // waitForLeaks gives what is closed in the background time to go and says what stayed.
@@ -59,23 +59,27 @@ func (s snapshot) leaks(now snapshot) string {
 	return strings.Join(out, ", ")
 }
 
+// procOf is the folder that the kernel has for a process; pid 0 is this one.
+func procOf(pid int) string {
+	if pid == 0 {
+		return "/proc/self"
+	}
+	return fmt.Sprintf("/proc/%d", pid)
+}
+
 // openFiles counts the descriptors of a process; pid 0 is this one.
 func openFiles(pid int) int {
-	dir := "/proc/self/fd"
-	if pid != 0 {
-		dir = fmt.Sprintf("/proc/%d/fd", pid)
-	}
-	entries, err := os.ReadDir(dir)
+	entries, err := os.ReadDir(procOf(pid) + "/fd")
 	if err != nil {
 		return 0
 	}
 	return len(entries)
 }
 
-// children counts the processes that this one started and that are not reaped.
-func children() int {
+// children counts the processes that a process started and that are not reaped; pid 0 is this one.
+func children(pid int) int {
 	n := 0
-	lists, _ := filepath.Glob("/proc/self/task/*/children")
+	lists, _ := filepath.Glob(procOf(pid) + "/task/*/children")
 	for _, l := range lists {
 		b, err := os.ReadFile(l)
 		if err == nil {

@@ -120,6 +120,14 @@ func (d *during) saved(p place, c *Call, ok bool) {
 // failed reports whether a block failed.
 func (m *Moved) failed(n int) bool { return m.Whole || n < len(m.Failed) && m.Failed[n] }
 
+// odd is the violation of a call whose error names what is not in it.
+func (m *Moved) odd(call string) []*Violation {
+	if !m.Odd {
+		return nil
+	}
+	return []*Violation{{Rule: "WORK-02", Text: fmt.Sprintf("the error of a %s names a block that is not in it: %v", call, m.Err), Allowed: "blocks of the " + call}}
+}
+
 // sure reports whether a call of the step must find a place.
 func (j *Judge) sure(p place, d *during) bool {
 	return !j.loose() && !d.reset && !d.replace[p] && j.at(p).sure
@@ -216,9 +224,7 @@ func (j *Judge) save(c *Call, res *Result, d *during) (found []*Violation) {
 	refs := c.Blocks(&j.shape)
 	for rank := range res.Ranks {
 		m := &res.Ranks[rank]
-		if m.Odd {
-			found = append(found, &Violation{Rule: "WORK-02", Text: fmt.Sprintf("the error of a save names a block that is not in it: %v", m.Err), Allowed: "blocks of the save"})
-		}
+		found = append(found, m.odd("save")...)
 		if !m.Called || m.Err == nil || res.Ended || j.loose() || d.reset {
 			continue
 		}
@@ -247,9 +253,7 @@ func (j *Judge) load(c *Call, res *Result, d *during) (found []*Violation) {
 	refs := c.Blocks(&j.shape)
 	for rank := range res.Ranks {
 		m := &res.Ranks[rank]
-		if m.Odd {
-			found = append(found, &Violation{Rule: "WORK-02", Text: fmt.Sprintf("the error of a load names a block that is not in it: %v", m.Err), Allowed: "blocks of the load"})
-		}
+		found = append(found, m.odd("load")...)
 		if !m.Called {
 			continue
 		}

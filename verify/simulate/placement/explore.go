@@ -126,18 +126,22 @@ func (x *explorer) end(s *scene, prefix []choice) error {
 	return nil
 }
 
-// newScene is an arena of one slot with both ends.
-func newScene(m Mutant) (*scene, error) {
+// newScene is an arena of one slot with both ends, and a save to which the slot is lent.
+func newScene(m Mutant) (*scene, *place.Save, error) {
 	shared, err := newShared(1, m)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	s := &scene{shared: shared, atEnd: func() {}}
 	arena, words := shared.views(false)
 	if s.host, err = place.NewHost(arena, words, s.g); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	return s, s.open()
+	if err := s.open(); err != nil {
+		return nil, nil, err
+	}
+	save, err := s.grant()
+	return s, save, err
 }
 
 // open starts a life of the plugin.
@@ -169,11 +173,7 @@ func (s *scene) grant() (*place.Save, error) {
 // both are nil where each store of the protocol is seen at once.
 func pinAndRetire(m Mutant, reader, plugin func() *buffer) func() (*scene, error) {
 	return func() (*scene, error) {
-		s, err := newScene(m)
-		if err != nil {
-			return nil, err
-		}
-		save, err := s.grant()
+		s, save, err := newScene(m)
 		if err != nil {
 			return nil, err
 		}
@@ -236,11 +236,7 @@ func (s *scene) refill() {
 // The host gives up after some of the halves.
 func lendAndSweep(m Mutant, halves int) func() (*scene, error) {
 	return func() (*scene, error) {
-		s, err := newScene(m)
-		if err != nil {
-			return nil, err
-		}
-		save, err := s.grant()
+		s, save, err := newScene(m)
 		if err != nil {
 			return nil, err
 		}

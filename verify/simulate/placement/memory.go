@@ -25,7 +25,7 @@ type shared struct {
 	careful      bool // the plugin is supposed to look at pins, and to write its own slots only
 	careless     bool // it takes every pin for 0
 	copying      []int
-	owner        []*actor // who of the host writes a slot
+	owner        []*actor // the writer of the host that a slot is lent to
 	current      *actor   // who runs; nil: nobody is asked to wait
 	violation    error
 }
