@@ -111,7 +111,7 @@ func sizeFaults() []Unseen {
 	return []Unseen{
 		unseen(sizes, "moves 64 segments of a block", "WORK-01", func(s *badStore) {
 			s.get, s.put = eachItem(s.memory.Get, segments(64)), eachItem(s.memory.Put, segments(64))
-		}),
+		}).or("STORE-04"), // if the first load fills memory that was written before
 		unseen(sizes, "keeps the length of a block in 16 bits", "WORK-01", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				for _, it := range items {
@@ -122,7 +122,7 @@ func sizeFaults() []Unseen {
 				}
 				return nil
 			}
-		}),
+		}).or("STORE-04"),
 		unseen(sizes, "sends frames of 64 KiB at most", "WORK-01", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				if slices.ContainsFunc(items, func(it connector.Item) bool { return it.Size() > 64<<10 }) {

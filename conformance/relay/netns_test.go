@@ -43,6 +43,8 @@ func partitions(t *testing.T) {
 	device("up")
 	r := between(t, 1)
 	c := dial(t, r)
+	_, err := say(c, []byte("up")) // the relay has dialled on
+	require.NoError(t, err)
 	for n := byte(1); n <= 3; n++ {
 		said := []byte{n, n, n}
 		device("down")

@@ -89,7 +89,7 @@ func (s *Save) claim(slots []Slot) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	switch {
-	case s.over || s.verdict != 0:
+	case s.over || s.refs != nil: // a save takes one answer that lends, also if it is refused
 		return ErrVoid
 	case s.life != h.life:
 		return ErrVoid
