@@ -82,12 +82,9 @@ func (s *Subscription) Run(ctx context.Context) error {
 	s.begin()
 	wait := firstPause
 	for {
-		f := &follower{s: s, replays: replays}
+		f := newFollower(s, replays)
 		err := s.follow(ctx, events, f)
-		if f.begun {
-			s.Sink.Lost()
-			s.Count(CountedLost, 1)
-		}
+		f.order.Close()
 		if ctx.Err() != nil {
 			return nil //nolint:nilerr // the connection broke because ctx has ended
 		}
@@ -205,80 +202,46 @@ func parts(frames [][]byte) (seq uint64, payload []byte, err error) {
 	return binary.BigEndian.Uint64(frames[1]), frames[2], nil
 }
 
-// follower puts the batches of one connection in order.
+// follower reads one connection.
 type follower struct {
 	s       *Subscription
+	order   Order
 	replays *zmtp.Endpoint // nil: there are none
-	begun   bool           // something was applied
-	knows   bool           // the sink was told from where on it knows
-	next    uint64         // the number of the next batch to apply
-	seen    uint64         // one more than the last live number
 	asked   time.Time      // when a replay was asked for last
 	well    time.Time      // since when nothing was wrong; zero: there was no connection
 }
 
-// live takes a batch that was just published.
-func (f *follower) live(ctx context.Context, seq uint64, payload []byte) error {
-	if seq < f.seen { // the publisher has started again, behind a connection that went on
-		f.lost()
-		f.next = 0
-	}
-	f.seen = seq + 1
-	if seq > f.next && (f.begun || f.replays != nil) {
-		f.s.Count(CountedGaps, 1)
-		if err := f.fill(ctx); err != nil {
-			return err
-		}
-	}
-	if seq > f.next {
-		f.lost()
-		f.next = seq
-	}
-	if seq < f.next {
-		return nil // a replay had it
-	}
-	f.apply(payload)
-	return nil
+func newFollower(s *Subscription, replays *zmtp.Endpoint) *follower {
+	return &follower{s: s, replays: replays, order: Order{Sink: s.Sink, Count: s.Count}}
 }
 
-// fill asks for what is missing, if it can.
-func (f *follower) fill(ctx context.Context) error {
-	if f.replays == nil {
-		return nil
+// live takes a batch that was just published.
+func (f *follower) live(ctx context.Context, seq uint64, payload []byte) error {
+	var fill func() error
+	if f.replays != nil {
+		fill = func() error { return f.fill(ctx) }
 	}
+	return f.order.Live(seq, f.reads(payload), fill)
+}
+
+// fill asks for what is missing.
+func (f *follower) fill(ctx context.Context) error {
 	if rest := replayPause - f.s.now().Sub(f.asked); rest > 0 { // one whose numbers jump is not asked all the time
 		f.s.pause(ctx, rest)
 	}
 	return f.replay(ctx)
 }
 
-// apply takes the next batch. One that cannot be read is missing from then on: asking for it again would not help.
-func (f *follower) apply(payload []byte) {
-	events, err := Decode(payload)
-	if err != nil {
-		f.s.Count(CountedInvalid, 1)
-		f.s.tell("a batch of KV events cannot be read, what was known of the instance is forgotten", f.s.Place.Endpoint, err)
-		f.well = f.s.now()
-		f.lost()
-		f.next++
-		return
+// reads gives the events of a batch.
+func (f *follower) reads(payload []byte) func() ([]Event, error) {
+	return func() ([]Event, error) {
+		events, err := Decode(payload)
+		if err != nil {
+			f.s.tell("a batch of KV events cannot be read, what was known of the instance is forgotten", f.s.Place.Endpoint, err)
+			f.well = f.s.now()
+		}
+		return events, err
 	}
-	if !f.knows {
-		f.s.Sink.From(f.next)
-	}
-	f.begun, f.knows = true, true
-	f.next++
-	f.s.Count(CountedEvents, len(events))
-	f.s.Sink.Apply(events)
-}
-
-// lost says that events are missing, if there is anything that this makes doubtful.
-func (f *follower) lost() {
-	if f.begun {
-		f.s.Sink.Lost()
-		f.s.Count(CountedLost, 1)
-	}
-	f.knows = false
 }
 
 // replay asks for the next batch and all behind it, and applies them. That a replay is not to be had is not an
@@ -294,7 +257,7 @@ func (f *follower) replay(ctx context.Context) error {
 		return nil
 	}
 	defer release()
-	if err := z.Send(nil, binary.BigEndian.AppendUint64(nil, f.next)); err != nil {
+	if err := z.Send(nil, binary.BigEndian.AppendUint64(nil, f.order.Next())); err != nil {
 		return nil
 	}
 	for {
@@ -319,13 +282,7 @@ func (f *follower) replay(ctx context.Context) error {
 			return err
 		case seq == endOfReplay:
 			return nil
-		case seq < f.next:
-			continue
-		case seq > f.next: // the publisher has no more what is in between
-			f.lost()
-			f.next = seq
 		}
-		f.apply(payload)
-		f.s.Count(CountedReplayed, 1)
+		f.order.Replayed(seq, f.reads(payload))
 	}
 }

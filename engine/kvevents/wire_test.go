@@ -340,9 +340,9 @@ func TestFollower(t *testing.T) {
 		r := newRecorder()
 		s := &Subscription{Place: p.Place(), Sink: r, Log: slog.New(slog.DiscardHandler), Count: r.counted, pause: func(context.Context, time.Duration) {}}
 		s.begin()
-		f := &follower{s: s}
+		f := newFollower(s, nil)
 		if c.replays {
-			f.replays = &kept
+			f = newFollower(s, &kept)
 		}
 		for _, seq := range c.live {
 			require.NoError(t, f.live(t.Context(), uint64(seq), payload(seq)), name)
