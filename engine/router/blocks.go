@@ -28,9 +28,9 @@ type blocks struct {
 	resolve func(p *kvevents.Place, host string) (kvevents.Place, error)
 
 	mu      sync.Mutex
-	ctx     context.Context //nolint:containedctx // of Run; nil: Run does not run
-	sources map[string]*feed
-	refused map[string]bool // instances whose place was refused, once in the log
+	ctx     context.Context  //nolint:containedctx // of Run; nil: Run does not run
+	sources map[string]*feed // by placeOf; a change makes another map, so that a decision can look at it without the lock
+	refused map[string]bool  // instances whose place was refused, once in the log
 	numbers [kvindex.Instances]bool
 	turn    int // of helpers
 	tasks   sync.WaitGroup
@@ -95,7 +95,7 @@ func (b *blocks) end() {
 	}
 	b.mu.Lock()
 	b.ctx = nil
-	clear(b.sources)
+	b.sources = map[string]*feed{}
 	b.mu.Unlock()
 	b.tasks.Wait()
 }
@@ -156,30 +156,42 @@ func (b *blocks) start(key string, place kvevents.Place) {
 	if b.ctx == nil || b.sources[key] != nil {
 		return
 	}
-	number := 0
-	for number < len(b.numbers) && b.numbers[number] {
-		number++
-	}
-	if number == len(b.numbers) {
-		return // as many as instances can be registered
+	s := b.enter(key, place)
+	if s == nil {
+		return
 	}
 	ctx, stop := context.WithCancel(b.ctx)
-	s := &feed{of: b, number: number, place: place, stop: stop}
-	b.sources[key], b.numbers[number] = s, true
+	s.stop = stop
 	b.log.Info("KV events of an instance are read", "instance", key, "endpoint", place.Endpoint, "replay_endpoint", place.ReplayEndpoint)
 	b.tasks.Go(func() {
 		defer stop()
-		subscription := kvevents.Subscription{Place: place, Sink: s, Log: b.log, Count: func(what kvevents.Counted, n int) {
-			b.metrics.events.WithLabelValues(string(what)).Add(float64(n))
-		}}
+		subscription := kvevents.Subscription{Place: place, Sink: s, Log: b.log, Count: b.count}
 		if err := subscription.Run(ctx); err != nil {
 			b.log.Warn("KV events of an instance cannot be read", "instance", key, "err", err)
 		}
 		s.Lost()
 		b.mu.Lock()
-		b.numbers[number] = false
+		b.numbers[s.number] = false
 		b.mu.Unlock()
 	})
+}
+
+// enter gives an instance that is followed from now on a number in the index; nil: as many are followed as can be
+// registered. The caller holds mu.
+func (b *blocks) enter(key string, place kvevents.Place) *feed {
+	number := slices.Index(b.numbers[:], false)
+	if number < 0 {
+		return nil
+	}
+	s := &feed{of: b, number: number, place: place}
+	b.sources, b.numbers[number] = maps.Clone(b.sources), true
+	b.sources[key] = s
+	return s
+}
+
+// count counts what subscriptions do.
+func (b *blocks) count(what kvevents.Counted, n int) {
+	b.metrics.events.WithLabelValues(string(what)).Add(float64(n))
 }
 
 // leave stops following an instance, if it is followed.
@@ -191,6 +203,7 @@ func (b *blocks) leave(u *url.URL) {
 	defer b.mu.Unlock()
 	if s := b.sources[placeOf(u)]; s != nil {
 		s.stop()
+		b.sources = maps.Clone(b.sources)
 		delete(b.sources, placeOf(u))
 	}
 }
@@ -256,7 +269,7 @@ func (s *feed) Lost() {
 // listed may have more than is known of it.
 func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 	b.mu.Lock()
-	sources := maps.Clone(b.sources)
+	sources := b.sources
 	b.mu.Unlock()
 	if len(sources) == 0 {
 		return nil
@@ -266,47 +279,65 @@ func (b *blocks) held(ctx context.Context, c *call) (list []policy.Held) {
 		return nil
 	}
 	c.tokens = len(tokens)
-	prompt := kvindex.Prompt{Tokens: tokens[:len(tokens)-1]} // engines compute the last one whatever they have
-	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt)   // an instance will refuse what is not a text
+	prompt := kvindex.Prompt{Tokens: tokens}
+	_ = json.Unmarshal(c.body["cache_salt"], &prompt.Salt) // an instance will refuse what is not a text
 	_ = json.Unmarshal(c.body["model"], &prompt.Model)
-	has := map[int]kvindex.Held{}
-	for _, h := range b.index.Prefix(&prompt) {
-		has[h.Instance] = h
+	return b.holding(prompt, sources, c.foreign())
+}
+
+// holding is held for a prompt that is known in tokens. The salts of a foreign one are those of tenants, which events do not
+// have.
+func (b *blocks) holding(prompt kvindex.Prompt, sources map[string]*feed, foreign bool) []policy.Held {
+	prompt.Tokens = prompt.Tokens[:len(prompt.Tokens)-1] // engines compute the last one whatever they have
+	var has [kvindex.Instances]*kvindex.Held
+	found := b.index.Prefix(&prompt)
+	for i := range found {
+		has[found[i].Instance] = &found[i]
 	}
-	foreign := c.foreign()
+	all := make([]policy.Held, 0, len(sources))
 	b.pool.mu.Lock()
 	defer b.pool.mu.Unlock()
 	for i, u := range b.pool.urls {
-		if u == nil || sources[placeOf(u)] == nil {
+		if u == nil {
 			continue
 		}
-		s := sources[placeOf(u)]
+		s := sources[b.pool.known[i].at]
+		if s == nil {
+			continue
+		}
 		s.mu.Lock()
 		whole := s.whole && !foreign // events have the salts of tenants, so no hit says nothing
 		s.mu.Unlock()
-		if h, some := has[s.number]; some || whole {
-			list = append(list, policy.Held{Place: i, Hit: policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared, Store: h.Store}})
+		if h := has[s.number]; h != nil {
+			all = append(all, policy.Held{Place: i, Hit: policy.Hit{Engine: h.Own, Node: h.Node, Shared: h.Shared, Store: h.Store}})
+		} else if whole {
+			all = append(all, policy.Held{Place: i})
 		}
 	}
-	return list
+	if len(all) == 0 {
+		return nil // nothing is known
+	}
+	return all
 }
 
 // helper is an instance that can be asked for the tokens of a text, one after the other: all that are followed have the same
 // model. One that is full would refuse. Without a URL there is none.
 func (b *blocks) helper(sources map[string]*feed) target {
-	var list []target
-	b.pool.mu.Lock()
-	for i, u := range b.pool.urls {
-		if u != nil && sources[placeOf(u)] != nil && b.pool.table.available(i) && !b.pool.isFull(i) && !b.tokens.ails(placeOf(u)) {
-			list = append(list, target{index: i, url: u})
+	p := b.pool
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var list []int
+	for i, u := range p.urls {
+		if at := p.known[i].at; u != nil && sources[at] != nil && p.table.available(i) && !p.isFull(i) && !b.tokens.ails(at) {
+			list = append(list, i)
 		}
 	}
-	b.pool.mu.Unlock()
 	if len(list) == 0 {
 		return target{}
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.turn++
-	return list[b.turn%len(list)]
+	i := list[b.turn%len(list)]
+	return target{index: i, url: p.urls[i]}
 }

@@ -164,7 +164,7 @@ func (b *busy) over(client uint64, l *policy.Leg) {
 func (p *pool) rests(t target, limit time.Duration, busy bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	k, now := &p.known[t.index], time.Now()
+	k, now := &p.known[t.index], p.now()
 	p.stops(t)
 	if !busy {
 		k.busy.closes(now, now.Add(limit))
@@ -195,7 +195,7 @@ func (p *pool) wakeAfter(limit time.Duration) {
 func (p *pool) rest(r role, client uint64, tried map[int]bool) (shortest time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	now := time.Now()
+	now := p.now()
 	for i, in := range p.table.instances {
 		k := &p.known[i]
 		if left := k.busy.ends(client).Sub(now); in.role == r && !tried[i] && in.state <= suspect && k.drains == 0 && left > 0 && (shortest == 0 || left < shortest) {

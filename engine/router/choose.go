@@ -318,7 +318,7 @@ func (p *pool) chooseFor(d target, r *policy.Request, tried map[int]bool) (t tar
 
 // filter says which instances may be had now. The caller holds mu, also while the policy chooses.
 func (p *pool) filter(r *policy.Request, tried map[int]bool) {
-	now := time.Now()
+	now := p.now()
 	r.Standing = func(i int) policy.Standing {
 		standing := p.table.standing(i)
 		switch {
@@ -337,7 +337,7 @@ func (p *pool) filter(r *policy.Request, tried map[int]bool) {
 
 // take makes the target of a leg. Its place is kept until leave gives it back. The caller holds mu.
 func (p *pool) take(l *policy.Leg, r *policy.Request, tried map[int]bool) target {
-	i, now, k := l.Place, time.Now(), &p.known[l.Place]
+	i, now, k := l.Place, p.now(), &p.known[l.Place]
 	tried[i] = true
 	if k.busy.picked(now, r.Client, k.load.running(), l) {
 		p.wakeAfter(maxBusy)
@@ -355,7 +355,7 @@ func (p *pool) sent(t target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.known[t.index].busy.sent(t.client, t.leg)
-	p.policy.Sent(t.leg, time.Now())
+	p.policy.Sent(t.leg, p.now())
 }
 
 // usesPrompts reports whether choices depend on the text of prompts.
@@ -389,12 +389,14 @@ func (p *pool) unaided(t target) {
 
 // answered takes note of the first byte of a stream or of a whole answer, and of what the instance says about the
 // prompt. Whole answers of decode instances say nothing about the time to the first byte.
-func (p *pool) answered(t target, body []byte, timely bool) {
+func (p *pool) answered(t target, body []byte, timely bool) { p.heard(t, usage(body), timely) }
+
+// heard is answered with what the answer says about its prompt.
+func (p *pool) heard(t target, u policy.Usage, timely bool) {
 	var now time.Time
 	if timely {
-		now = time.Now()
+		now = p.now()
 	}
-	u := usage(body)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if u.Prompt > 0 && t.leg.Computes() {
@@ -412,7 +414,7 @@ func (p *pool) done(t target) {
 	k := &p.known[t.index]
 	k.busy.over(t.client, t.leg)
 	if p.stops(t) {
-		k.load.ended = time.Now()
+		k.load.ended = p.now()
 	}
 	p.wake()
 	p.mu.Unlock()

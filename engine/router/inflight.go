@@ -82,7 +82,7 @@ func (p *pool) isFull(i int) bool {
 func (p *pool) full(r role, tried map[int]bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	now := time.Now()
+	now := p.now()
 	for i, in := range p.table.instances {
 		if in.role == r && !tried[i] && p.table.available(i) && p.known[i].serves(now) && p.isFull(i) {
 			return true
@@ -96,7 +96,7 @@ func (p *pool) full(r role, tried map[int]bool) bool {
 func (p *pool) room(most int) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	now, sum, some := time.Now(), 0, false
+	now, sum, some := p.now(), 0, false
 	for i, in := range p.table.instances {
 		if p.urls[i] == nil || in.role != decode {
 			continue
@@ -145,7 +145,7 @@ func (p *pool) asks(i int, u *url.URL, what kind) (over func()) {
 	return func() {
 		p.mu.Lock()
 		p.ended(i, what)
-		p.known[i].load.ended = time.Now()
+		p.known[i].load.ended = p.now()
 		p.wake()
 		p.mu.Unlock()
 		p.leave([]int{i})

@@ -52,7 +52,7 @@ func (p *pool) wakeBehind(w *waiter) {
 func (p *pool) wake() { p.wakeFrom(0) }
 
 func (p *pool) wakeFrom(first int) {
-	now := time.Now()
+	now := p.now()
 	var none *waiter // the last one for which there is nothing
 	for _, w := range p.waiting[first:] {
 		switch {

@@ -206,7 +206,7 @@ func (p *pool) add(s spec) int {
 			load.both = true
 		}
 	}
-	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{load: load}
+	p.urls[i], p.lives[i], p.known[i] = s.url, newLife(), registered{at: placeOf(s.url), load: load}
 	p.places[identity{s.role, placeOf(s.url)}] = i
 	p.policy.Add(i, s.role.instance(placeOf(s.url), s.group))
 	p.everPrefill = p.everPrefill || s.role == prefill

@@ -41,6 +41,7 @@ type target struct {
 type pool struct {
 	log     *slog.Logger
 	metrics *metrics
+	now     func() time.Time // time.Now, but in simulations
 
 	mu       sync.Mutex
 	table    table
@@ -80,7 +81,7 @@ func newLife() life {
 
 func newPool(list []spec, chooser *policy.Policy, log *slog.Logger, m *metrics) *pool {
 	p := &pool{
-		log: log, metrics: m, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
+		log: log, metrics: m, now: time.Now, policy: chooser, misfits: map[pair]string{}, wasted: map[pair]wasted{},
 		fresh: newFreshness(time.Now()), changed: func() {},
 	}
 	p.places, p.cooling = map[identity]int{}, gone{}
@@ -125,7 +126,7 @@ func (p *pool) failed(t target, overload bool) {
 	switch {
 	case overload:
 		b.released()
-	case b.failed(time.Now()):
+	case b.failed(p.now()):
 		p.metrics.setBroken(t.url.String(), t.role, true)
 		p.log.Warn("instance fails every request and is left out", "instance", t.url.String(), "role", t.role.String(),
 			"failures", b.failures, "pause", b.pause.String())
@@ -235,7 +236,7 @@ type poolHealth struct {
 func (p *pool) health() (h poolHealth) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	now := time.Now()
+	now := p.now()
 	available := func(i int) bool { return p.table.available(i) && p.known[i].serves(now) }
 	h.everPrefill = p.everPrefill
 	for i, in := range p.table.instances {

@@ -33,11 +33,15 @@ type Registration struct {
 	Groups bool
 }
 
+// registrationTTL is how long a registration is good, unless a config says otherwise.
+const registrationTTL = 15 * time.Second
+
 // maxRegistration bounds a registration, in bytes.
 const maxRegistration = 4 << 10
 
 // registered is what the router knows about one instance, apart from its place in the table.
 type registered struct {
+	at     string    // its base URL in one spelling
 	kv     string    // where it takes blocks; "" if it did not say
 	by     string    // the key with which it said so
 	engine string    // its id; "" if it did not say
@@ -101,22 +105,9 @@ func (r *Router) register(req *http.Request) (status int, nonce, by string, err 
 	if err := json.Unmarshal(body, &m); err != nil {
 		return http.StatusBadRequest, "", by, err
 	}
-	in := map[string]role{"P": prefill, "D": decode}
-	part, known := in[m.Type]
-	if !known {
-		return http.StatusBadRequest, "", by, fmt.Errorf("type is %q, want P or D", m.Type)
-	}
-	if !isHostPort(m.HTTP) {
-		return http.StatusBadRequest, "", by, fmt.Errorf("http_address is %q, want HOST:PORT", m.HTTP)
-	}
-	if m.KV != "" && !isHostPort(m.KV) {
-		return http.StatusBadRequest, "", by, fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
-	}
-	if m.Group != "" && !r.config.Register.Groups {
-		return http.StatusBadRequest, "", by, errors.New("group is for a router with --mode replica")
-	}
-	if m.Group != "" && !register.IsGroup(m.Group) {
-		return http.StatusBadRequest, "", by, fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
+	part, err := partOf(&m, r.config.Register.Groups)
+	if err != nil {
+		return http.StatusBadRequest, "", by, err
 	}
 	nonce, news, err := r.pool.register(part, &m, by)
 	if err != nil {
@@ -127,6 +118,24 @@ func (r *Router) register(req *http.Request) (status int, nonce, by string, err 
 			Log(r.config.Log, "instance", m.HTTP, "role", part.String(), "leaves", m.Leave)
 	}
 	return http.StatusOK, nonce, by, nil
+}
+
+// partOf is the part of the instance that a registration is about, or what is wrong with what it says.
+func partOf(m *register.Message, groups bool) (part role, err error) {
+	part, known := map[string]role{"P": prefill, "D": decode}[m.Type]
+	switch {
+	case !known:
+		err = fmt.Errorf("type is %q, want P or D", m.Type)
+	case !isHostPort(m.HTTP):
+		err = fmt.Errorf("http_address is %q, want HOST:PORT", m.HTTP)
+	case m.KV != "" && !isHostPort(m.KV):
+		err = fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
+	case m.Group != "" && !groups:
+		err = errors.New("group is for a router with --mode replica")
+	case m.Group != "" && !register.IsGroup(m.Group):
+		err = fmt.Errorf("group is %q, %s", m.Group, register.WantGroup)
+	}
+	return part, err
 }
 
 // auditRefusal keeps a refused registration, signed with the key that by names, in the log. That an engine has no nonce
@@ -150,7 +159,7 @@ func (p *pool) register(part role, m *register.Message, by string) (nonce string
 	defer p.changed()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	nonce, err = p.fresh.check(freshKey(part, m.HTTP, m.KV != ""), m, time.Now())
+	nonce, err = p.fresh.check(freshKey(part, m.HTTP, m.KV != ""), m, p.now())
 	if err != nil {
 		return nonce, false, err
 	}
@@ -190,7 +199,7 @@ func (k *registered) isRegistered() bool {
 
 // believe takes what a registration says about its instance, signed with the key that by names. The caller holds mu.
 func (p *pool) believe(i int, m *register.Message, by string) {
-	k, now := &p.known[i], time.Now()
+	k, now := &p.known[i], p.now()
 	k.signed = by
 	if m.Engine != "" {
 		k.engine = m.Engine
@@ -244,7 +253,7 @@ func (p *pool) registeredAt(part role, m *register.Message) (i int, u *url.URL) 
 // moved forgets other addresses at which the same engine is registered: it has moved. One that registers on from an address that
 // it has left is another engine with the same id, and both stay. The caller holds mu.
 func (p *pool) moved(to int) {
-	engine, part, now := p.known[to].engine, p.table.instances[to].role, time.Now()
+	engine, part, now := p.known[to].engine, p.table.instances[to].role, p.now()
 	if engine == "" {
 		return
 	}
@@ -397,7 +406,7 @@ func (p *pool) expire(ttl time.Duration) {
 	for i := range p.known {
 		k, late := &p.known[i], source(0)
 		for by, seen := range map[source]time.Time{byServer: k.seen, byConnector: k.kvSeen} {
-			if k.sources&by != 0 && time.Since(seen) >= ttl {
+			if k.sources&by != 0 && p.now().Sub(seen) >= ttl {
 				late |= by
 			}
 		}
@@ -426,7 +435,7 @@ func (p *pool) unregistered(i int, by source) {
 	}
 	for _, one := range []source{byServer, byConnector} {
 		if by&one != 0 {
-			p.fresh.late(freshKey(part, p.urls[i].Host, one == byConnector), time.Now())
+			p.fresh.late(freshKey(part, p.urls[i].Host, one == byConnector), p.now())
 		}
 	}
 }

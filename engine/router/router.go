@@ -269,7 +269,7 @@ func withDefaults(c Config) Config {
 	setDefault(&c.FirstByteTimeout, 2*time.Minute)
 	setDefault(&c.IdleTimeout, 2*time.Minute)
 	setDefault(&c.AnswerTimeout, 10*time.Minute)
-	setDefault(&c.Register.TTL, 15*time.Second)
+	setDefault(&c.Register.TTL, registrationTTL)
 	setDefault(&c.Attempts, 3)
 	setDefault(&c.Policy, policy.RoundRobin)
 	setDefault(&c.SessionKey, "header:X-Session-Id")

@@ -107,6 +107,7 @@ func imports() map[string][]string {
 	rows["conformance/internal/model"] = []string{"connector"} // pure
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["internal/place"] = []string{"connector"}
+	rows["verify/simulate/fleet"] = []string{"engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
 	return rows

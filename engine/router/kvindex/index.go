@@ -385,6 +385,37 @@ func (x *Index) Blocks() int {
 	return x.blocks
 }
 
+// BlocksOf is how many blocks of an instance the index knows.
+func (x *Index) BlocksOf(number int) int {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	if in := x.instances[number]; in != nil {
+		return in.blocks.size
+	}
+	return 0
+}
+
+// Bytes is how much memory all blocks take, with the empty places between them. What the allocator adds to that is about a
+// tenth.
+func (x *Index) Bytes() (sum int) {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	for _, in := range x.instances {
+		if in != nil {
+			sum += in.blocks.bytes()
+		}
+	}
+	for _, p := range x.planes {
+		if p == nil {
+			continue
+		}
+		for i := range p.media {
+			sum += p.media[i].bytes()
+		}
+	}
+	return sum
+}
+
 // Prompt is what a request asks about.
 type Prompt struct {
 	Tokens []int32

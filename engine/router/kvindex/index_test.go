@@ -496,6 +496,9 @@ func TestBytesOfABlock(t *testing.T) {
 	require.Equal(t, blocks, x.Blocks())
 	t.Logf("%d blocks of %d instances: %.1f bytes a block, at most %.1f on the way", blocks, instances, float64(heap()-before)/float64(blocks), worst)
 	require.Less(t, worst, float64(limit))
+	require.InDelta(t, float64(heap()-before)/float64(blocks), float64(x.Bytes())/float64(blocks), 8, "the allocator rounds up")
+	require.Equal(t, blocks/instances, x.BlocksOf(0))
+	require.Zero(t, x.BlocksOf(instances))
 	runtime.KeepAlive(x)
 }
 

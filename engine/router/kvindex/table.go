@@ -1,6 +1,9 @@
 package kvindex
 
-import "math/bits"
+import (
+	"math/bits"
+	"reflect"
+)
 
 // table maps hashes to values. It is laid out to be small: a part of it grows by a fourth when it is seven eighths full,
 // and shrinks when it is less than half full. It has many parts, so that growing never stops its user for long. Keys must be evenly distributed.
@@ -72,6 +75,15 @@ func (t *table[V]) remove(key uint64) {
 	if len(s.keys) > smallest && s.size*2 < len(s.keys) {
 		s.resize(max(smallest, s.size*5/4))
 	}
+}
+
+// bytes is how much memory the places of the table take, the empty ones too.
+func (t *table[V]) bytes() (sum int) {
+	each := 8 + int(reflect.TypeFor[V]().Size())
+	for i := range t.shards {
+		sum += len(t.shards[i].keys) * each
+	}
+	return sum
 }
 
 // home is where a key belongs. Within a shard the first byte of all keys is the same.

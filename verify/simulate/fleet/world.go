@@ -1,0 +1,197 @@
+package fleet
+
+import (
+	"container/heap"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"time"
+)
+
+// world is a fleet while it runs: one loop over what happens in virtual time.
+type world struct {
+	o        Options
+	now      time.Duration
+	queue    happenings
+	happened int
+	rng      *rand.Rand // of faults, and of when registrations and health checks come
+	trace    *trace
+	machines []*machine
+	fronts   []*front
+	tells    bool // instances publish KV events, because routers look at them
+	quiet    bool // the trace is over, and nothing is lost any more
+	over     bool
+	left     int // requests that have not ended
+
+	result   Result
+	ttft     []float32 // milliseconds
+	recent   []*turn   // the last that were answered
+	broken   map[string]bool
+	arrivals int
+
+	tokens []int32 // scratch
+	text   []byte
+}
+
+// happening is something that happens at a time.
+type happening struct {
+	at time.Duration
+	n  int // breaks ties
+	do func()
+}
+
+type happenings []happening
+
+func (h happenings) Len() int { return len(h) }
+func (h happenings) Less(i, j int) bool {
+	return h[i].at < h[j].at || h[i].at == h[j].at && h[i].n < h[j].n
+}
+func (h happenings) Swap(i, j int) { h[i], h[j] = h[j], h[i] }
+func (h *happenings) Push(x any) {
+	one, _ := x.(happening)
+	*h = append(*h, one)
+}
+func (h *happenings) Pop() any {
+	last := (*h)[len(*h)-1]
+	(*h)[len(*h)-1] = happening{}
+	*h = (*h)[:len(*h)-1]
+	return last
+}
+
+func (w *world) at(t time.Duration, do func()) {
+	w.happened++
+	heap.Push(&w.queue, happening{t, w.happened, do})
+}
+
+func (w *world) after(d time.Duration, do func()) { w.at(w.now+d, do) }
+
+// every makes something happen again and again, with times between that vary by a part of them.
+func (w *world) every(first, pause time.Duration, vary float64, do func()) {
+	var again func()
+	again = func() {
+		do()
+		if !w.over {
+			w.after(time.Duration(float64(pause)*(1+vary*(2*w.rng.Float64()-1))), again)
+		}
+	}
+	w.at(first, again)
+}
+
+// clock is the time by which decisions are measured.
+func (w *world) clock() time.Duration {
+	if w.o.Clock == nil {
+		return 0
+	}
+	return w.o.Clock()
+}
+
+// Run plays a fleet. An error says what is wrong with the options, or that ctx has ended; what is wrong with the fleet is in the
+// result.
+func Run(ctx context.Context, o Options) (*Result, error) {
+	if o.Rate == 0 {
+		o.Rate = 2
+	}
+	if err := o.Check(); err != nil {
+		return nil, err
+	}
+	if o.Mutant == TimeInTrace {
+		o.Seed += uint64(time.Now().UnixNano())
+	}
+	w := &world{o: o, rng: rand.New(rand.NewPCG(o.Seed, 0x666c656574)), trace: newTrace(&o), left: o.Requests, broken: map[string]bool{}}
+	for i := range o.Fault.routers() {
+		f, err := newFront(w, i)
+		if err != nil {
+			return nil, err
+		}
+		w.fronts = append(w.fronts, f)
+	}
+	w.tells = o.Knowledge == ByEvents && w.fronts[0].core.UsesPrompts()
+	for i := range o.Instances {
+		w.machines = append(w.machines, newMachine(w, i))
+	}
+	w.start()
+	for n := 0; len(w.queue) > 0 && !w.over; n++ {
+		if n%1024 == 0 && ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		next, _ := heap.Pop(&w.queue).(happening)
+		w.now = next.at
+		next.do()
+	}
+	w.finish()
+	r := w.result // the fleet is not kept with it
+	return &r, nil
+}
+
+// start lets everything begin that happens by itself.
+func (w *world) start() {
+	for _, m := range w.machines {
+		for _, l := range m.links {
+			w.every(w.within(time.Second), registerEvery, 0.1, func() {
+				l.register()
+				if w.o.Mutant == RegistrationsFlood {
+					w.flood(l)
+				}
+			})
+			w.every(time.Second+w.within(probeEvery*4/5), probeEvery, 0.2, l.probe)
+		}
+	}
+	for _, f := range w.fronts {
+		w.every(time.Second, time.Second, 0, f.sweep)
+	}
+	w.schedule()
+	w.arriveNext()
+}
+
+func (w *world) within(d time.Duration) time.Duration { return time.Duration(w.rng.Int64N(int64(d))) }
+
+// flood lets all other instances register with a router.
+func (w *world) flood(by *link) {
+	for _, m := range w.machines {
+		if l := m.links[by.front.number]; l != by {
+			l.register()
+		}
+	}
+}
+
+// arriveNext draws the next request of the trace, if there is one.
+func (w *world) arriveNext() {
+	if w.arrivals == w.o.Requests {
+		w.rest()
+		return
+	}
+	w.arrivals++
+	t := w.trace.next()
+	w.at(t.at, func() {
+		w.arrive(t)
+		w.arriveNext()
+	})
+}
+
+// rest waits for the last requests to end, and then for all that is on its way to come.
+func (w *world) rest() {
+	if w.left > 0 {
+		w.after(time.Second, w.rest)
+		return
+	}
+	w.result.Seconds = w.now.Seconds()
+	for _, f := range w.fronts {
+		w.result.UntilRest.add(&f.count)
+	}
+	w.quiet = true
+	for _, m := range w.machines { // a batch without events shows a router that something is missing before it
+		if m.up && w.tells {
+			m.publish(nil)
+		}
+	}
+	w.after(settled, func() { w.over = true })
+}
+
+// violate notes that something is wrong, once for each kind.
+func (w *world) violate(kind, format string, args ...any) {
+	if w.broken[kind] {
+		return
+	}
+	w.broken[kind] = true
+	w.result.Violations = append(w.result.Violations, fmt.Sprintf("%s: after %v: %s", kind, w.now, fmt.Sprintf(format, args...)))
+}
