@@ -16,7 +16,7 @@ const (
 // How much is looked at, and what is too much.
 const (
 	exactly    = 64 // prefill instances up to which the fullest cache is looked for at every request
-	sampled    = 8  // beyond: one of so many requests
+	sampled    = 8  // beyond: one request in that number
 	remembers  = 32 // requests whose blocks are compared at rest
 	mostUneven = 4  // times the mean load of a role
 	enough     = 20 // requests of each instance, for that to mean anything
@@ -42,7 +42,7 @@ func (w *world) chosen(q *flight) {
 	w.result.BestOf += q.turn.prompt
 }
 
-// usable is how many tokens of a prompt need not be computed if so many of its blocks are there: the last one always is.
+// usable is how many tokens of a prompt need not be computed if that many of its blocks are there: the last one always is.
 func usable(blocks, prompt int) int { return min(blocks, (prompt-1)/blockTokens) * blockTokens }
 
 // counted reports whether a router counts as many requests at a place as it has there.
@@ -81,8 +81,7 @@ func (w *world) remember(q *flight) {
 // inspect looks at what a router knows of an instance.
 func (f *front) inspect(m *machine) {
 	l := m.links[f.number]
-	says := m.says()
-	place := f.core.Place(&says)
+	place := l.where()
 	if l.known && place < 0 {
 		f.count.Expired++
 	}
@@ -126,8 +125,7 @@ func (w *world) check() {
 // checkIndex compares what a router has of an instance with its cache.
 func (w *world) checkIndex(f *front, m *machine) {
 	l := m.links[f.number]
-	says := m.says()
-	place := f.core.Place(&says)
+	place := l.where()
 	if !m.up || place < 0 {
 		return
 	}

@@ -56,6 +56,18 @@ func (f Fault) routers() int {
 	return 1
 }
 
+// copies is how often the next batch comes.
+func (w *world) copies() int {
+	switch {
+	case w.quiet:
+	case w.o.Fault.loses() && w.rng.Float64() < lostShare:
+		return 0
+	case w.o.Fault == RepeatedEvents && w.rng.Float64() < repeatedShare:
+		return 2
+	}
+	return 1
+}
+
 // shortOutage is how long the first of the racks is away that fail: less than a lease.
 const shortOutage = 8 * time.Second
 

@@ -68,7 +68,7 @@ func TestPolicies(t *testing.T) {
 	}
 }
 
-// TestFaults: each costs what it must and no more, and breaks no invariant.
+// TestFaults: each has its price, and breaks no invariant.
 func TestFaults(t *testing.T) {
 	var rows []Row
 	by := map[Fault]*Result{}

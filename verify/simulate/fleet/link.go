@@ -1,6 +1,7 @@
 package fleet
 
 import (
+	"encoding/json"
 	"slices"
 	"time"
 
@@ -27,13 +28,17 @@ func (l *link) register() {
 	for range 2 {
 		m := l.machine.says()
 		m.Nonce = l.nonce
-		nonce, err := l.front.core.Register(&m)
+		body, err := json.Marshal(m)
+		if err != nil {
+			return
+		}
+		nonce, err := l.front.core.Register(body)
 		if nonce != "" {
 			l.nonce = nonce
 		}
 		if err == nil {
 			l.front.count.Registrations++
-			l.place = l.front.core.Place(&m)
+			l.place = l.where()
 			l.front.put(l.place, l.machine)
 			return
 		}
@@ -41,10 +46,12 @@ func (l *link) register() {
 	}
 }
 
+// where is the place of the instance at the router.
+func (l *link) where() int { return l.front.core.Place(l.machine.role(), l.machine.address) }
+
 // probe is a health check of the router.
 func (l *link) probe() {
-	m := l.machine.says()
-	if l.place = l.front.core.Place(&m); l.place < 0 {
+	if l.place = l.where(); l.place < 0 {
 		return // it checks those that it knows
 	}
 	l.front.count.Probes++
@@ -96,12 +103,9 @@ func (l *link) send(b batch) {
 	if l.order == nil || w.o.Mutant == SecondDeaf && l.front.number == 1 {
 		return
 	}
-	if w.o.Fault.loses() && !w.quiet && w.rng.Float64() < lostShare {
+	copies := w.copies()
+	if copies == 0 {
 		return
-	}
-	copies := 1
-	if w.o.Fault == RepeatedEvents && !w.quiet && w.rng.Float64() < repeatedShare {
-		copies = 2
 	}
 	delay := eventDelay
 	if w.o.Fault == LateEvents {

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/engine/kvevents"
+	"github.com/kvport/kvport/engine/router/policy"
 	"github.com/kvport/kvport/internal/register"
 )
 
@@ -13,6 +14,7 @@ type machine struct {
 	w       *world
 	number  int
 	prefill bool
+	address string // where it is reached
 	up      bool
 	life    int           // how often it has started
 	since   time.Duration // when it went down, or came up
@@ -44,6 +46,7 @@ const keep = 256
 
 func newMachine(w *world, number int) *machine {
 	m := &machine{w: w, number: number, prefill: number%2 == 0, up: true, cache: newCache(w.o.capacity())}
+	m.address = fmt.Sprintf("10.0.%d.%d:8000", number/250, number%250)
 	for _, f := range w.fronts {
 		m.links = append(m.links, &link{front: f, machine: m, place: -1, nonce: register.NoNonce})
 	}
@@ -56,7 +59,15 @@ func (m *machine) says() register.Message {
 	if m.prefill {
 		part = "P"
 	}
-	return register.Message{Type: part, HTTP: fmt.Sprintf("10.0.%d.%d:8000", m.number/250, m.number%250), Engine: fmt.Sprintf("engine-%d", m.number)}
+	return register.Message{Type: part, HTTP: m.address, Engine: fmt.Sprintf("engine-%d", m.number)}
+}
+
+// role is the part that the machine plays.
+func (m *machine) role() policy.Role {
+	if m.prefill {
+		return policy.Prefill
+	}
+	return policy.Decode
 }
 
 // rack is where the machine is.

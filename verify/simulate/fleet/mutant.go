@@ -8,8 +8,8 @@ type Mutant uint8
 // The mutants.
 const (
 	Sound              Mutant = iota // no mutant
-	RemovalsForgotten                // the index does not hear of blocks that are removed
-	EpochIgnored                     // it does not hear that an instance has started again
+	RemovalsForgotten                // the index is not told which blocks are removed
+	EpochIgnored                     // it is not told that an instance has started again
 	GapsUnnoticed                    // nobody looks at the numbers of batches
 	ReplayedTwice                    // a replay begins with batches that were applied long ago
 	MemoryUnbounded                  // each batch leaves a block in the index that nobody has

@@ -124,7 +124,7 @@ func Growth(sizes []Size, of func(*Result) float64) float64 {
 // FleetTable writes the rows of fleets that were played by the same trace.
 func FleetTable(out io.Writer, rows []Row) error {
 	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "\thits\tbest\texpected in vain\tprefill max\tp99\tdecode max\tp99\tTTFT ms\tp99\tretries\tfailed\tgaps\tforgotten\t")
+	fmt.Fprintln(t, "\thits\tbest\tmissing\tprefill max\tp99\tdecode max\tp99\tTTFT ms\tp99\tretries\tfailed\tgaps\tforgotten\t")
 	for _, r := range rows {
 		fmt.Fprintf(t, "%s\t%.1f %%\t%.1f %%\t%.1f %%\t%.2f\t%.2f\t%.2f\t%.2f\t%.0f\t%.0f\t%d\t%d\t%d\t%d\t\n", r.Name,
 			100*r.HitRate(), 100*r.BestRate(), 100*r.OverRate(), r.Prefill.Max, r.Prefill.P99, r.Decode.Max, r.Decode.P99,

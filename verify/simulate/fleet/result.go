@@ -10,8 +10,8 @@ import (
 type Result struct {
 	Requests int
 	Answered int
-	Failed   int // before the first token on all instances that were tried, or after it on the one that died
-	Retries  int // attempts that failed and were made again elsewhere
+	Failed   int     // before the first token on all instances that were tried, or after it on the one that died
+	Retries  int     // attempts that failed and were made again elsewhere
 	Seconds  float64 // of virtual time, until the last request had ended
 
 	PromptTokens int // of prompts, at the instances that computed them
