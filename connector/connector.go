@@ -201,7 +201,7 @@ type Leaser interface {
 	// Renewals returns the holds whose TTL starts again; ended tells it which holds are over. It answers at
 	// once if there is a hold to renew, and otherwise after at most one second (rule LEASE-01). The host
 	// calls it again and again, and ends a call early only to close the side. A hold that an answer names
-	// is renewed when the next call does not list it in ended (LEASE-02); until then its previous end
+	// is renewed when the next call does not list it in ended (LEASE-03); until then its previous end
 	// applies. The caller owns ended.
 	Renewals(ctx context.Context, ended []HoldID) ([]HoldID, error)
 }
