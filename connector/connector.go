@@ -292,11 +292,18 @@ const (
 	MaxMedium = 64      // bytes of BlockEvent.Medium
 )
 
+// The media that engines know by name; a connector may use a word of its own.
+const (
+	MediumMemory = "memory"
+	MediumDisk   = "disk"
+	MediumRemote = "remote"
+)
+
 // BlockEvent is one change of what can be matched. A block counts as stored once all ranks have stored it.
 type BlockEvent struct {
 	Seq    uint64 // one more than that of the event before; the first may have any number
 	Kind   BlockEventKind
 	Keys   []BlockKey // none when Kind is BlocksCleared
-	Medium string     // where the blocks are, or were: "memory", "disk", "remote"; at most MaxMedium bytes
+	Medium string     // where the blocks are, or were: MediumMemory, MediumDisk, MediumRemote; at most MaxMedium bytes
 	Scope  Scope      // who can see them
 }
