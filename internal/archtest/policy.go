@@ -62,7 +62,7 @@ func Kvport() *Policy {
 		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/machine", "internal/keyring", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
-			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
+			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire", "verify/protocol"}, // host: the connection that Connect is given
 			"C":                              {"native/*"},
 		},
 		StdOnly: []string{"connector", "engine/kvcache", "engine/sched", "engine/sample", "internal/archtest"},
@@ -108,6 +108,7 @@ func imports() map[string][]string {
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["internal/place"] = []string{"connector"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
+	rows["verify/protocol"] = []string{"connector", "internal/shm", "proto/..."}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
 	return rows
 }
