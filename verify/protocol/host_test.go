@@ -71,11 +71,11 @@ func (s *script) Invoke(_ context.Context, path string, request, answer any, _ .
 		if methodOf(name).path != path {
 			continue
 		}
-		_, answers := s.take(name, request.(proto.Message)) //nolint:forcetypeassert // of our own client
+		_, answers := s.take(name, request.(proto.Message))
 		if len(answers) != 1 {
 			return errors.New("the transcript has not one answer")
 		}
-		return proto.Unmarshal(answers[0].Bytes, answer.(proto.Message)) //nolint:forcetypeassert // of our own client
+		return proto.Unmarshal(answers[0].Bytes, answer.(proto.Message))
 	}
 	return errors.New(path)
 }
@@ -88,7 +88,7 @@ func (s *script) NewStream(ctx context.Context, _ *grpc.StreamDesc, _ string, _ 
 // scripted is one stream of a script.
 type scripted struct {
 	script  *script
-	ctx     context.Context //nolint:containedctx // of the stream
+	ctx     context.Context
 	name    string
 	answers chan []byte
 }
@@ -101,7 +101,7 @@ func (c *scripted) Context() context.Context     { return c.ctx }
 // SendMsg masks what differs from run to run, which docs/protocol.md lists.
 func (c *scripted) SendMsg(v any) error {
 	const fullTimeout, regionFD, progressFD = 5_000_000, 3, 4
-	m := proto.Clone(v.(*kvportv1.SessionRequest)).(*kvportv1.SessionRequest) //nolint:forcetypeassert // of our own client
+	m := proto.Clone(v.(*kvportv1.SessionRequest)).(*kvportv1.SessionRequest)
 	if m.GetTimeoutUs() > 1 {
 		m.TimeoutUs = fullTimeout
 	}
@@ -127,7 +127,7 @@ func (c *scripted) SendMsg(v any) error {
 func (c *scripted) RecvMsg(v any) error {
 	select {
 	case data := <-c.answers:
-		return proto.Unmarshal(data, v.(proto.Message)) //nolint:forcetypeassert // of our own client
+		return proto.Unmarshal(data, v.(proto.Message))
 	case <-c.ctx.Done():
 		return c.ctx.Err()
 	}
@@ -170,7 +170,7 @@ func transferOf(tokens int, keys []byte, ids ...connector.BlockID) *connector.Tr
 // hosted is a host's end in a play of a transcript.
 type hosted struct {
 	*testing.T
-	ctx       context.Context //nolint:containedctx // with the deadline of all calls
+	ctx       context.Context
 	remote    *host.Remote
 	scheduler connector.Scheduler
 	worker    connector.Worker
@@ -236,7 +236,7 @@ func TestHost(t *testing.T) {
 	require.NoError(t, h.worker.Save(ctx, transferOf(3, []byte{0}, 7), nil))
 	h.failed(h.worker.Save(ctx, transferOf(4, []byte{3}, 8), nil), connector.ErrIncompatible)
 	require.NoError(t, h.worker.Save(ctx, transferOf(0, nil), nil))
-	_, err = h.scheduler.(connector.Resetter).Reset(ctx) //nolint:forcetypeassert // it has every method
+	_, err = h.scheduler.(connector.Resetter).Reset(ctx)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 	h.match([]int{0}, queryOf("r1", 0, 3))
 	require.NoError(t, h.worker.Close())
