@@ -93,7 +93,6 @@ type theatre struct {
 	waited  time.Duration // for what comes late
 
 	shortening bool // of a history that failed
-	runs       int
 }
 
 // failure is a history that failed, as far as it went.
@@ -262,26 +261,19 @@ func (t *theatre) report(h *model.History, n int, f *failure) {
 	}
 	before := h.Calls()
 	t.shortening = true
-	shrink := time.Now()
 	limit := min(mostShrinking, t.settings.deadline/2)
 	best := f
-	short := model.Shrink(h, func(h *model.History) (failed, stop bool) {
-		for range t.tries(f) {
-			if time.Since(shrink) > limit || t.Context().Err() != nil {
-				return false, true
-			}
-			t.runs++
-			got := t.again(h, wait)
-			if got != nil && got.violation.Like(best.violation) {
-				best = got
-				return true, false
-			}
+	short, runs := model.ShrinkWithin(t.Context(), h, limit, t.tries(f), func(h *model.History) bool {
+		got := t.again(h, wait)
+		if got == nil || !got.violation.Like(best.violation) {
+			return false
 		}
-		return false, false
+		best = got
+		return true
 	})
-	note := fmt.Sprintf("seed %d, history %d: shortened from %d calls to %d in %d runs", t.settings.seed, n+1, before, short.Calls(), t.runs)
+	note := fmt.Sprintf("seed %d, history %d: shortened from %d calls to %d in %d runs", t.settings.seed, n+1, before, short.Calls(), runs)
 	if best == f {
-		note = fmt.Sprintf("seed %d, history %d: it did not fail again in %d runs, so that this is all of it", t.settings.seed, n+1, t.runs)
+		note = fmt.Sprintf("seed %d, history %d: it did not fail again in %d runs, so that this is all of it", t.settings.seed, n+1, runs)
 		short = h
 	}
 	t.tell(short, best, note)

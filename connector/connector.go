@@ -201,7 +201,7 @@ type Leaser interface {
 	// Renewals returns the holds whose TTL starts again; ended tells it which holds are over. It answers at
 	// once if there is a hold to renew, and otherwise after at most one second (rule LEASE-01). The host
 	// calls it again and again, and ends a call early only to close the side. A hold that an answer names
-	// is renewed when the next call does not list it in ended (LEASE-02); until then its previous end
+	// is renewed when the next call does not list it in ended (LEASE-03); until then its previous end
 	// applies. The caller owns ended.
 	Renewals(ctx context.Context, ended []HoldID) ([]HoldID, error)
 }
@@ -292,11 +292,18 @@ const (
 	MaxMedium = 64      // bytes of BlockEvent.Medium
 )
 
+// The media that engines know by name; a connector may use a word of its own.
+const (
+	MediumMemory = "memory"
+	MediumDisk   = "disk"
+	MediumRemote = "remote"
+)
+
 // BlockEvent is one change of what can be matched. A block counts as stored once all ranks have stored it.
 type BlockEvent struct {
 	Seq    uint64 // one more than that of the event before; the first may have any number
 	Kind   BlockEventKind
 	Keys   []BlockKey // none when Kind is BlocksCleared
-	Medium string     // where the blocks are, or were: "memory", "disk", "remote"; at most MaxMedium bytes
+	Medium string     // where the blocks are, or were: MediumMemory, MediumDisk, MediumRemote; at most MaxMedium bytes
 	Scope  Scope      // who can see them
 }

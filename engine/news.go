@@ -209,9 +209,9 @@ func spotOf(e *connector.BlockEvent) spot {
 // mediumOf is what vLLM calls a place that a connector names, as python/kvport_vllm/events.py has it.
 func mediumOf(name string) string {
 	switch name {
-	case "memory":
+	case connector.MediumMemory:
 		return kvevents.CPU
-	case "disk", "remote":
+	case connector.MediumDisk, connector.MediumRemote:
 		return kvevents.Storage
 	case "":
 		return "kvport"

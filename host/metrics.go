@@ -80,7 +80,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
 		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
 		unchecked: s.Counters("kvport_unverified_blocks_total",
-			"Loaded blocks whose bytes nothing was there to check by; reason: `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
+			"Loaded blocks for whose bytes there was no digest; reason: `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
 		children: newChildMetrics(s), vitals: newVitals(s),
 	}
 	misses := s.Counters("kvport_digest_misses_total",

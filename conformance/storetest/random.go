@@ -51,20 +51,15 @@ type failure struct {
 }
 
 func report(t T, h Harness, history *model.History, f *failure, which string) {
-	began, runs := time.Now(), 0
 	best, before := f, history.Calls()
-	small := model.Shrink(history, func(smaller *model.History) (failed, stop bool) {
-		for range 3 { // it may fail by chance
-			if time.Since(began) > shrinking || t.Context().Err() != nil {
-				return false, true
-			}
-			runs++
-			if got := play(t, h, smaller); got != nil && got.violation.Like(best.violation) {
-				best = got
-				return true, false
-			}
+	const tries = 3 // it may fail by chance
+	small, runs := model.ShrinkWithin(t.Context(), history, shrinking, tries, func(smaller *model.History) bool {
+		got := play(t, h, smaller)
+		if got == nil || !got.violation.Like(best.violation) {
+			return false
 		}
-		return false, false
+		best = got
+		return true
 	})
 	lines := model.Transcript(small, best.outcomes, best.violation)
 	t.Errorf("%s\n(a save is a Put, a load a Get, a match a Lookup)\n%s\n%s, shortened from %d calls to %d in %d runs",

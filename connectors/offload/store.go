@@ -76,7 +76,7 @@ func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int,
 const Capabilities = connector.CanReset | connector.CanStat | connector.CanEvents
 
 // Medium is where the blocks are, for whoever is told that they come and go.
-const Medium = "cpu"
+const Medium = connector.MediumMemory
 
 // StatInfos declares what Stats gives.
 func StatInfos() []connector.StatInfo { return append(tier.Infos(), tier.DiskInfos()...) }

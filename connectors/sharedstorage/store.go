@@ -328,7 +328,7 @@ func (s *Store) each(ctx context.Context, items []connector.Item, do func(connec
 const Capabilities = connector.CanReset | connector.CanStat | connector.CanEvents
 
 // Medium is where the blocks are.
-const Medium = "disk"
+const Medium = connector.MediumDisk
 
 // Counts is what a Store did since it was opened.
 type Counts struct {

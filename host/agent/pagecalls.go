@@ -356,10 +356,14 @@ func (t *pageTask) gone() {
 // judge gives the results of a move that is over, and says which pages are right.
 func (p *pageStore) judge(m *pageMove, keys []connector.BlockKey, results []kvportv1.AgentPageResult) []bool {
 	none := m.event.Lost || m.event.Unverified
+	failed := make(map[connector.BlockID]bool, len(m.event.Failed))
+	for _, b := range m.event.Failed {
+		failed[b] = true
+	}
 	right := make([]bool, len(keys))
 	var good, bad []connector.BlockKey
 	for i, key := range keys {
-		right[i] = !none && !slices.Contains(m.event.Failed, m.blocks[i])
+		right[i] = !none && !failed[m.blocks[i]]
 		if right[i] {
 			results[i], good = pageDone, append(good, key)
 		} else {

@@ -62,14 +62,16 @@ func testForged(t *testing.T, forger, transport string) {
 	router := r.Route(p, d)
 	tokens := 0
 	forged, read := map[string]float64{}, map[string]float64{}
+	rounds := 0
 	for round := 1; sum(read) < float64(all); round++ {
+		rounds = round
 		tokens += rig.Compare(t, fmt.Sprintf("round %d", round), want, r.All(router.URL, prompts, 4))
 		read = r.Unread(d) // first: what is read later may be forged later
 		forged = recorded(t, record)
 		require.GreaterOrEqual(t, sum(read), float64(2*len(prompts)*round), "a part of the blocks is forged in each round")
 	}
-	for reason, n := range read {
-		require.LessOrEqual(t, n, forged[reason], "nothing else counts as %s", reason)
+	for reason, n := range read { // the producer may still have what it has sent in an earlier round, under the same key
+		require.LessOrEqual(t, n, float64(rounds)*forged[reason], "nothing else counts as %s", reason)
 	}
 	if forger == "loads" { // what a writer has sent, not all of it is read
 		require.Equal(t, forged, read, "every forged block is counted once, by its reason")

@@ -107,7 +107,7 @@ class SchedulerSide:
     # -- lookups
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Answer get_num_new_matched_tokens: tokens beyond computed, always loaded asynchronously."""
+        """Answer get_num_new_matched_tokens: tokens beyond computed, loaded asynchronously unless a step waits."""
         if getattr(request, "skip_reading_prefix_cache", False) or not self._loads():
             return MISS
         tracked = self.requests.get(request.request_id)

@@ -1,6 +1,30 @@
 package model
 
-import "slices"
+import (
+	"context"
+	"slices"
+	"time"
+)
+
+// ShrinkWithin is Shrink for a history that may fail by chance: each one is run up to tries times, until it fails or the
+// limit is over. It also gives the number of runs.
+func ShrinkWithin(ctx context.Context, h *History, limit time.Duration, tries int, fails func(*History) bool) (short *History, runs int) {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	short = Shrink(h, func(h *History) (failed, stop bool) {
+		for range tries {
+			if ctx.Err() != nil {
+				return false, true
+			}
+			runs++
+			if fails(h) {
+				return true, false
+			}
+		}
+		return false, false
+	})
+	return short, runs
+}
 
 // Shrink makes a history shorter and simpler as long as fails says that it still fails in the same way, and gives the
 // last one that did. fails runs a history; it says stop when there is no time for another.
