@@ -32,7 +32,7 @@ PART      ?= 1/1
 LONGEST   := ./verify/acceptance ./verify/acceptance/planted ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
-UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/simulate/... ./verify/attack/... ./plugins/...
+UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/protocol/... ./verify/simulate/... ./verify/attack/... ./plugins/...
 # What make test leaves out, since it takes long: debuggers' symbols in its binaries, and go vet, which make lint runs.
 LEAN      := -vet=off -ldflags='-s -w'
 # The packages whose tests need failpoints.

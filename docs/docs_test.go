@@ -15,7 +15,7 @@ import (
 )
 
 var (
-	block = regexp.MustCompile("(?s)```(go|python)\n(.*?)```")
+	block = regexp.MustCompile("(?s)```(go|python|js|jsonl)\n(.*?)```")
 	fence = regexp.MustCompile("(?s)```.*?```")
 	link  = regexp.MustCompile(`\]\(([^)#][^)]*)\)`)
 )
@@ -43,7 +43,7 @@ func files(t *testing.T, suffix string) []string {
 
 // TestCodeBlocks: code in the documentation is cut from files that are compiled or run by tests.
 func TestCodeBlocks(t *testing.T) {
-	code := map[string]string{"go": read(t, files(t, ".go")), "python": read(t, files(t, ".py"))}
+	code := map[string]string{"go": read(t, files(t, ".go")), "python": read(t, files(t, ".py")), "js": read(t, files(t, ".mjs")), "jsonl": read(t, files(t, ".jsonl"))}
 	blocks := map[string]int{}
 	for _, page := range pages(t) {
 		for _, m := range block.FindAllStringSubmatch(read(t, []string{page}), -1) {
@@ -53,8 +53,9 @@ func TestCodeBlocks(t *testing.T) {
 			}
 		}
 	}
-	require.Positive(t, blocks["go"])
-	require.Positive(t, blocks["python"])
+	for kind := range code {
+		require.Positive(t, blocks[kind], kind)
+	}
 }
 
 // TestExamplesAreShort: an example that shows a way to write a connector is one file of at most 100 lines.

@@ -20,9 +20,14 @@ one() { # NUMBER CONFIG BINARY WHAT PROFILE...: says what it found when it has e
 }
 
 conform() { # FOLDER BINARY
-	local config configs=('{}') profile profiles=() names
+	local config configs=('{}') profile profiles=() names program
 	names=$(python3 -c 'import json, sys; print(*json.load(open(sys.argv[1])).get("profiles", []))' "$1/fixture.json")
 	[ -n "$names" ] || return 0
+	program=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1])).get("program", ""))' "$1/fixture.json")
+	if [ -n "$program" ] && ! command -v "$program" >/dev/null; then
+		echo "conform: $1 IS NOT TESTED: there is no $program on this machine"
+		return 0
+	fi
 	[ -f "$2" ] || go build -buildvcs=false -o "$2" "./$1"
 	[ ! -f "$1/conform.json" ] || configs=("@$1/conform.json")
 	for config in "$1"/conform-*.json; do

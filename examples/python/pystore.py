@@ -211,10 +211,29 @@ class Store:
 # --- Sides: one session is one side of one engine rank -------------------------------------------
 
 
+def check_open(opened: Any) -> None:
+    """Refuse an Open that cannot be meant (rule LIFE-02)."""
+    layout = opened.layout
+    wrong = {
+        "role": opened.role not in (1, 2, 3),  # ROLE_PRODUCER, ROLE_CONSUMER, ROLE_BOTH
+        "engine": not opened.engine,
+        "rank": opened.rank >= opened.world,
+        "layout without blocks or segments": not layout.blocks or not layout.segments,
+        "group": any(g.block_tokens < 1 for g in layout.groups),
+        "segment": any(
+            s.group >= len(layout.groups) or s.bytes < 1 or s.block_stride < s.bytes for s in layout.segments
+        ),
+    }
+    for what, bad in wrong.items():
+        if bad:
+            raise Failure("INCOMPATIBLE", f"open: bad {what}")
+
+
 class Side:
     """What both sides have in common: the engine's description and the store."""
 
     def __init__(self, opened: Any) -> None:
+        check_open(opened)
         groups = opened.layout.groups
         if len(groups) != 1 or groups[0].policy != 1:  # POLICY_ALL
             raise Failure("INCOMPATIBLE", f"{len(groups)} groups, want one of full attention")

@@ -62,7 +62,7 @@ func Kvport() *Policy {
 		Tests:   []string{"verify/acceptance/rig", "verify/cluster", "verify/fixture", "verify/testkit", "internal/machine", "internal/keyring", "internal/ticket", "sdk", "host", "host/internal/leaktest", "conformance/...", "pipe/pipetest", "lookupbuffer/..."},
 		Heavy: map[string][]string{
 			"github.com/hashicorp/go-plugin": {"sdk", "host/internal/plugin", "proto", "internal/wire"},
-			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire"}, // host: the connection that Connect is given
+			"google.golang.org/grpc":         {"sdk", "host", "host/internal/plugin", "proto", "internal/wire", "verify/protocol"}, // host: the connection that Connect is given
 			"C":                              {"native/*"},
 		},
 		StdOnly: []string{"connector", "engine/kvcache", "engine/sched", "engine/sample", "internal/archtest"},
@@ -109,6 +109,7 @@ func imports() map[string][]string {
 	rows["internal/place"] = []string{"connector"}
 	rows["verify/simulate/fleet"] = []string{"engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
+	rows["verify/protocol"] = []string{"connector", "internal/shm", "proto/..."}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
 	return rows
 }

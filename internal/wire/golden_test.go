@@ -1,6 +1,8 @@
 package wire
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"flag"
 	"math/bits"
 	"os"
@@ -18,7 +20,12 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-const golden = "../../proto/kvport/v1/v1.binpb"
+// golden is what protocol 1 has at present, frozen what it had as protocol 1.0. The latter is never written again.
+const (
+	golden    = "../../proto/kvport/v1/v1.binpb"
+	frozen    = "../../proto/kvport/v1/v1.0.binpb"
+	frozenSum = "2e6eb4160ad253e7b54d428b26a0654f80ea36ca9d478ea54cb64a37f0cbeaab" // SHA-256
+)
 
 var update = flag.Bool("update", false, "write the golden descriptor again; breaking changes are still refused")
 
@@ -47,6 +54,19 @@ func TestGoldenDescriptor(t *testing.T) {
 	}
 }
 
+// TestFrozen: the plugin's part of protocol 1 has all that protocol 1.0 has, under the same names and numbers (rule PROTO-01).
+func TestFrozen(t *testing.T) {
+	data, err := os.ReadFile(frozen)
+	require.NoError(t, err)
+	sum := sha256.Sum256(data)
+	require.Equal(t, frozenSum, hex.EncodeToString(sum[:]), "protocol 1.0 is frozen: restore the file")
+	var set descriptorpb.FileDescriptorSet
+	require.NoError(t, proto.Unmarshal(data, &set))
+	require.Len(t, set.File, 1)
+	require.Greater(t, len(flatten(set.File[0])), 200)
+	require.Empty(t, breaks(set.File[0], protodesc.ToFileDescriptorProto(kvportv1.File_kvport_v1_plugin_proto)), "protocol 1.0 would break")
+}
+
 // breaks lists which parts of before are missing or different in after.
 func breaks(before, after *descriptorpb.FileDescriptorProto) []string {
 	have := flatten(after)
@@ -67,7 +87,7 @@ func flatten(f *descriptorpb.FileDescriptorProto) map[string]string {
 		for _, field := range m.Field {
 			out[m.GetName()+"."+field.GetName()] = strings.Join([]string{
 				field.GetLabel().String(), field.GetType().String(), field.GetTypeName(),
-				strconv.Itoa(int(field.GetNumber())), field.GetJsonName(),
+				strconv.Itoa(int(field.GetNumber())), field.GetJsonName(), oneof(m, field),
 			}, " ")
 		}
 	}
@@ -84,6 +104,14 @@ func flatten(f *descriptorpb.FileDescriptorProto) map[string]string {
 	return out
 }
 
+// oneof is the name of the oneof that a field is in; empty if it is in none.
+func oneof(m *descriptorpb.DescriptorProto, field *descriptorpb.FieldDescriptorProto) string {
+	if field.OneofIndex == nil {
+		return ""
+	}
+	return m.GetOneofDecl()[field.GetOneofIndex()].GetName()
+}
+
 func TestBreaksAreSeen(t *testing.T) {
 	current := protodesc.ToFileDescriptorProto(kvportv1.File_kvport_v1_plugin_proto)
 	for name, change := range map[string]func(*descriptorpb.FileDescriptorProto){
@@ -93,6 +121,13 @@ func TestBreaksAreSeen(t *testing.T) {
 		},
 		"type changed": func(f *descriptorpb.FileDescriptorProto) {
 			f.MessageType[0].Field[0].Type = descriptorpb.FieldDescriptorProto_TYPE_BYTES.Enum()
+		},
+		"field moved into a oneof": func(f *descriptorpb.FileDescriptorProto) {
+			f.MessageType[0].OneofDecl = []*descriptorpb.OneofDescriptorProto{{Name: new("one")}}
+			f.MessageType[0].Field[0].OneofIndex = new(int32(0))
+		},
+		"field made repeated": func(f *descriptorpb.FileDescriptorProto) {
+			f.MessageType[0].Field[0].Label = descriptorpb.FieldDescriptorProto_LABEL_REPEATED.Enum()
 		},
 		"value removed":  func(f *descriptorpb.FileDescriptorProto) { f.EnumType[0].Value = f.EnumType[0].Value[:1] },
 		"method removed": func(f *descriptorpb.FileDescriptorProto) { f.Service[0].Method = nil },
