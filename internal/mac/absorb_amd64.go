@@ -7,7 +7,27 @@ package mac
 //go:noescape
 func absorbLane(s *[blockSize]byte, p *byte, n, stride, second int)
 
+// copyLane is absorbLane, and writes what the lane absorbs to the same places behind to.
+//
+//go:noescape
+func copyLane(s *[blockSize]byte, p *byte, n, stride, second int, to *byte)
+
 // absorbPair updates both lanes with n blocks of the message.
 //
 //go:noescape
 func absorbPair(s *[maxLanes][blockSize]byte, p *byte, n, stride int)
+
+// copyPair is absorbPair, and writes the message to where to is, with the same stride.
+//
+//go:noescape
+func copyPair(s *[maxLanes][blockSize]byte, p *byte, n, stride int, to *byte)
+
+// copyPairPast is copyPair past the caches; to is a multiple of 32.
+//
+//go:noescape
+func copyPairPast(s *[maxLanes][blockSize]byte, p *byte, n, stride int, to *byte)
+
+// stream copies n times 64 bytes past the caches; to is a multiple of 32.
+//
+//go:noescape
+func stream(p *byte, n int, to *byte)
