@@ -31,3 +31,6 @@ func copyPairPast(s *[maxLanes][blockSize]byte, p *byte, n, stride int, to *byte
 //
 //go:noescape
 func stream(p *byte, n int, to *byte)
+
+// fence has whoever sees a later store see what was written past the caches.
+func fence()

@@ -233,5 +233,9 @@ loop:
 	DECQ CX
 	JNZ loop
 	VZEROUPPER
+	RET
+
+// func fence()
+TEXT ·fence(SB), NOSPLIT, $0-0
 	SFENCE
 	RET

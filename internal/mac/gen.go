@@ -2,7 +2,7 @@
 
 // gen writes the assembly, absorb_amd64.s, and its declarations, absorb_amd64.go. A function that copies reads each byte once, into
 // a register, from which it both absorbs and writes it: memory that changes meanwhile cannot make the code another one than that of
-// what was written. A function past the caches ends with an SFENCE, so whoever sees a later store sees what was written.
+// what was written. What is written past the caches is followed by an SFENCE, so whoever sees a later store sees it.
 package main
 
 import (
@@ -94,7 +94,7 @@ const (
 	past   = "VMOVNTDQ"
 )
 
-// stream is a copy past the caches.
+// stream is a copy past the caches without a fence, and the fence.
 const stream = `// func stream(p *byte, n int, to *byte)
 TEXT ·stream(SB), NOSPLIT, $0-24
 	MOVQ p+0(FP), SI
@@ -110,6 +110,10 @@ loop:
 	DECQ CX
 	JNZ loop
 	VZEROUPPER
+	RET
+
+// func fence()
+TEXT ·fence(SB), NOSPLIT, $0-0
 	SFENCE
 	RET
 `
@@ -136,7 +140,7 @@ func main() {
 		f.write(&asm, &decl)
 	}
 	asm.WriteString(stream)
-	decl.WriteString("// stream copies n times 64 bytes past the caches; to is a multiple of 32.\n//\n//go:noescape\nfunc stream(p *byte, n int, to *byte)\n")
+	decl.WriteString("// stream copies n times 64 bytes past the caches; to is a multiple of 32.\n//\n//go:noescape\nfunc stream(p *byte, n int, to *byte)\n\n// fence has whoever sees a later store see what was written past the caches.\nfunc fence()\n")
 	source, err := format.Source(decl.Bytes())
 	if err != nil {
 		log.Fatal(err)

@@ -80,7 +80,8 @@ func (c core) copyLanes(s *state, dst, src []byte) {
 	}
 }
 
-// copyLanesPast is copyLanes past the caches: by way of private memory, because a lane alone writes no whole line.
+// copyLanesPast is copyLanes past the caches: by way of private memory, because a lane alone writes no whole line. If the goroutine
+// changes cores before the fence, it passes locked instructions, which order what was written before as well.
 func (c core) copyLanesPast(s *state, dst, src []byte) {
 	var piece [pieceSize]byte
 	for len(src) > 0 {
@@ -93,4 +94,5 @@ func (c core) copyLanesPast(s *state, dst, src []byte) {
 		copy(dst[lines*line:size], piece[lines*line:size])
 		dst, src = dst[size:], src[size:]
 	}
+	fence()
 }
