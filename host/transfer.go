@@ -164,7 +164,7 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	return a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
 }
 
-// arrive takes what a worker has loaded, as its error says, into the cache, and checks what is to be verified.
+// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified.
 func (h *Host) arrive(r *rank, a *tracker.Move, err error) (found unreadable) {
 	check := tracker.Arrived(a.Check, err)
 	if r.landing == nil {

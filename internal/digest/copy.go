@@ -3,8 +3,6 @@ package digest
 import (
 	"fmt"
 
-	"github.com/zeebo/xxh3"
-
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/mac"
 )
@@ -19,7 +17,7 @@ const (
 	Nobody               // before much else is read and written: an arena keeps the copy
 )
 
-// nonTemporalFrom is how many bytes a load has that goes past the caches. From 1 MiB on, copying and then reading took 0.81 to 0.97 of
+// nonTemporalFrom is how many bytes a load has that goes past the caches. From 1 MiB on, copying and then reading took 0.81 to 0.98 of
 // the time that it took through the caches if the destination was in none of them, as blocks are that the engine has not used for a
 // while. Below, there is less to gain, and more to lose if the destination is in a cache after all (record 152 has the table).
 const nonTemporalFrom = 1 << 20
@@ -40,8 +38,8 @@ type Slot struct {
 
 func (s *Slot) view(segment int) []byte { return s.KV.View(segment, s.ID) }
 
-// CopyOut is MakeSegments for a block whose segments it also copies to a slot. They are read once, so the digests are those of what was
-// written, whatever others have done to it since. The digests follow when their own segment is among the segments.
+// CopyOut is MakeSegments for a block whose segments it also copies to a slot. Others may change the slot meanwhile: the digests are those
+// of the bytes that were read in the cache. They follow when their own segment is among the segments.
 func (m *Maker) CopyOut(kv *connector.KV, b connector.Block, segments []int, to Slot, stores mac.Stores) error {
 	p, err := placeOf(kv, b)
 	if err != nil {
@@ -54,8 +52,8 @@ func (m *Maker) CopyOut(kv *connector.KV, b connector.Block, segments []int, to 
 	return p.make(m, segments)
 }
 
-// CopyIn copies a block from a slot to its place in the cache, and is Check of the copy. The slot may change meanwhile: each byte is
-// read once, and what was read is both written and checked. If the check fails, the copy may not be whole.
+// CopyIn copies a block from a slot to its place in the cache, and is Check of the copy. Others may change the slot meanwhile: each byte is
+// read there once, and what was read is both written and checked. If the check fails, the copy may not be whole.
 func (h *Hasher) CopyIn(kv *connector.KV, b connector.Block, from Slot, stores mac.Stores) error {
 	p, err := placeOf(kv, b)
 	if err != nil {
@@ -80,31 +78,18 @@ func (p *place) fits(s *Slot) error {
 	return nil
 }
 
-// Copy is Sum of src, which it also writes to dst. It keeps what mac.Hash.Copy keeps.
-func (m *Maker) Copy(dst, src []byte, b *Binding, stores mac.Stores) (sum [Size]byte) {
+// Copy is Sum of src, which it also writes to dst in the same pass, and keeps what mac.Hash.Copy keeps. Without a key it takes a second
+// pass over own, which is dst or src: the one that nobody else can write.
+func (m *Maker) Copy(dst, src, own []byte, b *Binding, stores mac.Stores) (sum [Size]byte) {
+	if m.mac == nil {
+		copy(dst, src)
+		return m.Sum(own, b)
+	}
 	var bound [boundSize]byte
 	m.bind(bound[:0], b, len(src))
-	if m.mac == nil {
-		return m.unkeyedSum(copyXXH3(dst, src), &bound)
-	}
 	var h mac.Hash
 	m.mac.Begin(&h, bound[:])
 	h.Copy(dst, src, stores)
 	h.Sum(&sum)
 	return sum
-}
-
-// copyXXH3 copies src to dst and hashes what it has copied. The bytes go through memory of its own, where nobody changes them.
-func copyXXH3(dst, src []byte) xxh3.Uint128 {
-	dst = dst[:len(src):len(dst)]
-	var hash xxh3.Hasher
-	var piece [4 << 10]byte
-	hash.Reset()
-	for len(src) > 0 {
-		n := copy(piece[:], src)
-		_, _ = hash.Write(piece[:n])
-		copy(dst, piece[:n])
-		dst, src = dst[n:], src[n:]
-	}
-	return hash.Sum128()
 }

@@ -179,14 +179,14 @@ func TestMakerCopy(t *testing.T) {
 			}
 			src := data[random.IntN(len(data)-size+1):][:size]
 			room := bytes.Repeat([]byte{9}, size+2)
-			require.Equal(t, m.Sum(src, &bind), m.Copy(room[1:size+1], src, &bind, stores), "%s, %s, %d bytes", name, stores, size)
+			require.Equal(t, m.Sum(src, &bind), m.Copy(room[1:size+1], src, src, &bind, stores), "%s, %s, %d bytes", name, stores, size)
 			require.True(t, bytes.Equal(src, room[1:size+1]) && room[0] == 9 && room[size+1] == 9, "%s, %s, %d bytes", name, stores, size)
 		}
 		for _, stores := range bothStores {
 			for _, distance := range []int{64, 8192} {
 				memory := bytes.Clone(data)
 				to := memory[:len(memory)-distance]
-				got := m.Copy(to, memory[distance:], &bind, stores)
+				got := m.Copy(to, memory[distance:], to, &bind, stores)
 				require.Equal(t, m.Sum(to, &bind), got, "%s, %s, %d bytes apart", name, stores, distance)
 				require.True(t, bytes.Equal(data[distance:], to))
 			}

@@ -145,13 +145,8 @@ func (m *Maker) Sum(data []byte, b *Binding) (sum [Size]byte) {
 		m.mac.Sum(&sum, bound[:], data)
 		return sum
 	}
-	return m.unkeyedSum(xxh3.Hash128(data), &bound)
-}
-
-// unkeyedSum is the digest of edition 1 of data with a hash.
-func (m *Maker) unkeyedSum(hash xxh3.Uint128, bound *[boundSize]byte) [Size]byte {
 	var buf [Size + boundSize + sha256.Size]byte
-	whole := hash.Bytes()
+	whole := xxh3.Hash128(data).Bytes()
 	copy(buf[copy(buf[:], whole[:]):], bound[:])
 	copy(buf[Size+boundSize:], m.plain[:])
 	return xxh3.Hash128(buf[:]).Bytes()
@@ -265,7 +260,7 @@ func (p *place) sum(m *Maker, segment int, b *Binding) [Size]byte {
 	if p.to.KV == nil {
 		return m.Sum(p.from.view(segment), b)
 	}
-	return m.Copy(p.to.view(segment), p.from.view(segment), b, p.stores)
+	return m.Copy(p.to.view(segment), p.from.view(segment), p.kv.View(segment, p.block.ID), b, p.stores)
 }
 
 // each visits the computed and the stored digest of the wanted segments of a block, in layout order.

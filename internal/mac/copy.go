@@ -9,6 +9,7 @@ const (
 	NonTemporal               // past the caches, if the machine can and the address is aligned
 )
 
+// String is for messages.
 func (s Stores) String() string { return [...]string{"cached", "non-temporal"}[s] }
 
 // pieceSize is the length of private memory through which bytes go that no register holds for both the code and the copy. It was faster

@@ -16,7 +16,7 @@ import (
 
 var bothStores = []Stores{Cached, NonTemporal}
 
-// canary surrounds memory that is to be written.
+// canary surrounds memory that a test has written.
 const canary = 0xa5
 
 // address is where memory begins.
