@@ -78,12 +78,19 @@ func (p *place) fits(s *Slot) error {
 	return nil
 }
 
-// Copy is Sum of src, which it also writes to dst in the same pass, and keeps what mac.Hash.Copy keeps. Without a key it takes a second
-// pass over own, which is dst or src: the one that nobody else can write.
-func (m *Maker) Copy(dst, src, own []byte, b *Binding, stores mac.Stores) (sum [Size]byte) {
+// Copy is Sum of src, which it also writes to the beginning of dst; dst must be as long. It gives the same guarantees as mac.Hash.Copy if
+// others cannot write dst (ownsDst), or else src. With a key it reads src once. Without one it takes two passes, and digests
+// what others cannot write: src before the copy, or dst after it.
+func (m *Maker) Copy(dst, src []byte, ownsDst bool, b *Binding, stores mac.Stores) (sum [Size]byte) {
+	dst = dst[:len(src):len(dst)]
 	if m.mac == nil {
+		if ownsDst {
+			copy(dst, src)
+			return m.Sum(dst, b)
+		}
+		sum = m.Sum(src, b)
 		copy(dst, src)
-		return m.Sum(own, b)
+		return sum
 	}
 	var bound [boundSize]byte
 	m.bind(bound[:0], b, len(src))

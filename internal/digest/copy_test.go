@@ -3,10 +3,13 @@ package digest
 import (
 	"bytes"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"testing"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
 	"github.com/kvport/kvport/connector"
@@ -179,19 +182,171 @@ func TestMakerCopy(t *testing.T) {
 			}
 			src := data[random.IntN(len(data)-size+1):][:size]
 			room := bytes.Repeat([]byte{9}, size+2)
-			require.Equal(t, m.Sum(src, &bind), m.Copy(room[1:size+1], src, src, &bind, stores), "%s, %s, %d bytes", name, stores, size)
+			require.Equal(t, m.Sum(src, &bind), m.Copy(room[1:size+1], src, n%3 == 0, &bind, stores), "%s, %s, %d bytes", name, stores, size)
 			require.True(t, bytes.Equal(src, room[1:size+1]) && room[0] == 9 && room[size+1] == 9, "%s, %s, %d bytes", name, stores, size)
 		}
 		for _, stores := range bothStores {
 			for _, distance := range []int{64, 8192} {
 				memory := bytes.Clone(data)
 				to := memory[:len(memory)-distance]
-				got := m.Copy(to, memory[distance:], to, &bind, stores)
+				got := m.Copy(to, memory[distance:], true, &bind, stores)
 				require.Equal(t, m.Sum(to, &bind), got, "%s, %s, %d bytes apart", name, stores, distance)
 				require.True(t, bytes.Equal(data[distance:], to))
 			}
 		}
 	}
+}
+
+// A destination that is too short is refused before anything is written, also if there is memory behind it.
+func TestMakerCopyNeedsRoom(t *testing.T) {
+	for name, h := range hashers() {
+		m, err := h.Maker()
+		require.NoError(t, err)
+		for _, ownsDst := range []bool{false, true} {
+			dst, src := make([]byte, 100), bytes.Repeat([]byte{1}, 100)
+			require.Panics(t, func() { m.Copy(dst[:99], src, ownsDst, &Binding{}, mac.Cached) }, name)
+			require.Equal(t, make([]byte, 100), dst, name)
+		}
+	}
+}
+
+// shifted is a slot whose first segment begins 64 bytes behind where a block's is in the cache, or before it. Its other segments are in memory of
+// its own.
+func shifted(t testing.TB, kv *connector.KV, id connector.BlockID, by int64) Slot {
+	own := slotsOf(t, kv, 1)
+	layout := *own.Layout()
+	layout.Segments = slices.Clone(layout.Segments)
+	first := &kv.Layout().Segments[0]
+	layout.Segments[0].Region, layout.Segments[0].Offset = 1, first.Offset+int64(id)*first.BlockStride+by
+	slots, err := connector.NewKV(layout, [][]byte{own.Region(0), kv.Region(0)})
+	require.NoError(t, err)
+	return Slot{slots, 0}
+}
+
+// TestCopyInDigestsTheCopy: the slot changes while it is copied, because the copy writes to it. The bytes that came to the cache are those that
+// are checked.
+func TestCopyInDigestsTheCopy(t *testing.T) {
+	for name, h := range hashers() {
+		for _, stores := range bothStores {
+			for _, of := range []func(testing.TB, uint64) *connector.KV{cache, largeCache} {
+				kv := of(t, 17)
+				made, to := block(1, 0), connector.Block{Key: block(1, 0).Key, ID: 2}
+				require.NoError(t, h.Make(kv, made))
+				from := shifted(t, kv, to.ID, 64)
+				for _, s := range kv.Segments(0) {
+					copy(from.view(s), kv.View(s, made.ID))
+				}
+				require.NoError(t, h.CopyIn(kv, to, from, stores), "%s, %s", name, stores)
+				require.False(t, bytes.Equal(kv.View(0, made.ID), from.view(0)), "the slot has changed")
+				require.Equal(t, spans(t, kv, made), spans(t, kv, to), "%s, %s", name, stores)
+				require.NoError(t, h.Check(kv, to), "%s, %s", name, stores)
+			}
+		}
+	}
+}
+
+// TestCopyOutDigestsWhatItReads: the cache changes while it is copied, because the slot overlaps it. What was read before is in the slot, and is
+// what the digests are those of.
+func TestCopyOutDigestsWhatItReads(t *testing.T) {
+	for name, h := range hashers() {
+		for _, stores := range bothStores {
+			for _, of := range []func(testing.TB, uint64) *connector.KV{cache, largeCache} {
+				kv, want := of(t, 18), of(t, 18)
+				b := block(1, 0)
+				m, err := h.Maker()
+				require.NoError(t, err)
+				require.NoError(t, m.Make(want, b))
+				to := shifted(t, kv, b.ID, -64)
+				require.NoError(t, m.CopyOut(kv, b, kv.Segments(0), to, stores), "%s, %s", name, stores)
+				require.False(t, bytes.Equal(want.View(0, b.ID), kv.View(0, b.ID)), "the cache has changed")
+				inSlot := b
+				inSlot.ID = to.ID
+				require.Equal(t, spans(t, want, b), spans(t, to.KV, inSlot), "%s, %s", name, stores)
+			}
+		}
+	}
+}
+
+// TestCopyOutDoesNotReadTheSlot: each page of the slot's first segment is the same memory, as if the plugin wrote what was just copied. The
+// digests are those of the cache.
+func TestCopyOutDoesNotReadTheSlot(t *testing.T) {
+	page := os.Getpagesize()
+	for name, h := range hashers() {
+		for _, stores := range bothStores {
+			kv, want := largeCache(t, 19), largeCache(t, 19)
+			b := block(1, 0)
+			m, err := h.Maker()
+			require.NoError(t, err)
+			require.NoError(t, m.Make(want, b))
+			own := slotsOf(t, kv, 1)
+			layout := *own.Layout()
+			layout.Segments = slices.Clone(layout.Segments)
+			layout.Segments[0].Region, layout.Segments[0].Offset = 1, 0
+			slots, err := connector.NewKV(layout, [][]byte{own.Region(0), mapped(t, file(t, 1), make([]int, int(layout.Segments[0].Bytes)/page))})
+			require.NoError(t, err)
+			require.NoError(t, m.CopyOut(kv, b, kv.Segments(0), Slot{slots, 0}, stores), "%s, %s", name, stores)
+			require.False(t, bytes.Equal(want.View(0, b.ID), slots.View(0, 0)), "the slot has changed")
+			require.Equal(t, want.Region(0), kv.Region(0), "%s, %s", name, stores)
+		}
+	}
+}
+
+// TestCopyInTrustsOnlyTheCopy: the cache gets other bytes than the slot had at first, because the slot is the same memory under another address,
+// one page before. What is checked is what has come to the cache, so the check fails; a digest of the slot made before the copy would be right.
+func TestCopyInTrustsOnlyTheCopy(t *testing.T) {
+	page := os.Getpagesize()
+	for name, h := range hashers() {
+		for _, stores := range bothStores {
+			source := largeCache(t, 20)
+			pages := len(source.Region(0))/page + 1
+			order := make([]int, pages)
+			for i := range order {
+				order[i] = i
+			}
+			fd := file(t, pages)
+			region, again := mapped(t, fd, order), mapped(t, fd, order)
+			copy(region, source.Region(0))
+			kv, err := connector.NewKV(*source.Layout(), [][]byte{region})
+			require.NoError(t, err)
+			made, to := block(0, 0), connector.Block{Key: block(0, 0).Key, ID: 2}
+			require.NoError(t, h.Make(kv, made))
+			own := slotsOf(t, kv, 1)
+			layout := *own.Layout()
+			layout.Segments = slices.Clone(layout.Segments)
+			layout.Segments[0].Region, layout.Segments[0].Offset = 1, 2*layout.Segments[0].Bytes-int64(page)
+			slots, err := connector.NewKV(layout, [][]byte{own.Region(0), again})
+			require.NoError(t, err)
+			for _, s := range kv.Segments(0) {
+				copy(slots.View(s, 0), kv.View(s, made.ID))
+			}
+			require.ErrorIs(t, h.CopyIn(kv, to, Slot{slots, 0}, stores), connector.ErrCorrupt, "%s, %s", name, stores)
+			require.False(t, bytes.Equal(kv.View(0, made.ID), kv.View(0, to.ID)), "other bytes have come")
+		}
+	}
+}
+
+// file is one of some pages, in memory.
+func file(t testing.TB, pages int) int {
+	t.Helper()
+	fd, err := unix.MemfdCreate("kvport-digest-test", unix.MFD_CLOEXEC)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, unix.Close(fd)) })
+	require.NoError(t, unix.Ftruncate(fd, int64(pages*os.Getpagesize())))
+	return fd
+}
+
+// mapped is memory that consists of pages of a file, in any order.
+func mapped(t testing.TB, fd int, order []int) []byte {
+	t.Helper()
+	size := os.Getpagesize()
+	all, err := unix.Mmap(-1, 0, len(order)*size, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, unix.Munmap(all)) })
+	for i, page := range order {
+		_, err := unix.MmapPtr(fd, int64(page*size), unsafe.Pointer(&all[i*size]), uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED)
+		require.NoError(t, err)
+	}
+	return all
 }
 
 func TestCopyRefuses(t *testing.T) {

@@ -260,7 +260,7 @@ func (p *place) sum(m *Maker, segment int, b *Binding) [Size]byte {
 	if p.to.KV == nil {
 		return m.Sum(p.from.view(segment), b)
 	}
-	return m.Copy(p.to.view(segment), p.from.view(segment), p.kv.View(segment, p.block.ID), b, p.stores)
+	return m.Copy(p.to.view(segment), p.from.view(segment), p.to.KV == p.kv, b, p.stores)
 }
 
 // each visits the computed and the stored digest of the wanted segments of a block, in layout order.

@@ -90,7 +90,7 @@ func digesters() ([]digester, error) {
 	}
 	last := &all[len(all)-1]
 	last.sum = func(data []byte) { keyed.Sum(data, &digest.Binding{}) }
-	last.copy = func(dst, src []byte, stores mac.Stores) { keyed.Copy(dst, src, dst, &digest.Binding{}, stores) }
+	last.copy = func(dst, src []byte, stores mac.Stores) { keyed.Copy(dst, src, true, &digest.Binding{}, stores) }
 	return all, nil
 }
 
