@@ -12,13 +12,13 @@ const (
 // String is for messages.
 func (s Stores) String() string { return [...]string{"cached", "non-temporal"}[s] }
 
-// pieceSize is the length of private memory through which bytes go that no register holds for both the code and the copy. It was faster
-// than 256 bytes and 4 KiB.
+// pieceSize is the size of the private buffer used where one register cannot serve both the code and the copy. It was faster than 256
+// bytes and 4 KiB.
 const pieceSize = 1 << 10
 
 // Copy is Add of src, which it also writes to the beginning of dst; dst must be as long, and the two must not overlap. What is added is
-// what is written, also if others change src or dst meanwhile: bytes are fetched once, and both come from what was fetched. Whoever sees
-// what the caller stores after Copy, sees the copy.
+// what is written, also if others change src or dst meanwhile: bytes are fetched once, and both come from what was fetched. A later store
+// by the caller is not seen before the copy (on amd64; elsewhere it must be a synchronizing one).
 func (h *Hash) Copy(dst, src []byte, stores Stores) {
 	dst = dst[:len(src):len(dst)]
 	h.length += uint64(len(src))

@@ -133,14 +133,14 @@ func main() {
 		register: "Y", second: "32(SI)",
 	}
 	for _, f := range []function{
-		lane, lane.copying("copyLane", "is absorbLane, and writes what the lane absorbs to the same places behind to.", cached),
-		pair, pair.copying("copyPair", "is absorbPair, and writes the message to where to is, with the same stride.", cached),
-		pair.copying("copyPairPast", "is copyPair past the caches; to is a multiple of 32.", past),
+		lane, lane.copying("copyLane", "is absorbLane, and also writes what the lane absorbs to the same places in `to`.", cached),
+		pair, pair.copying("copyPair", "is absorbPair, and also writes the message to `to`, with the same stride.", cached),
+		pair.copying("copyPairPast", "is copyPair past the caches; `to` is aligned to 32 bytes.", past),
 	} {
 		f.write(&asm, &decl)
 	}
 	asm.WriteString(stream)
-	decl.WriteString("// stream copies n times 64 bytes past the caches; to is a multiple of 32.\n//\n//go:noescape\nfunc stream(p *byte, n int, to *byte)\n\n// fence has whoever sees a later store see what was written past the caches.\nfunc fence()\n")
+	decl.WriteString("// stream copies n times 64 bytes past the caches; `to` is aligned to 32 bytes.\n//\n//go:noescape\nfunc stream(p *byte, n int, to *byte)\n\n// fence makes non-temporal stores visible before any later store.\nfunc fence()\n")
 	source, err := format.Source(decl.Bytes())
 	if err != nil {
 		log.Fatal(err)
