@@ -7,6 +7,8 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -129,11 +131,11 @@ func (h *Host) slots() int {
 
 // copyOut copies segments of a block to a landing slot, and makes their digests, unless the block is partial and has none. The digests
 // are those of the bytes that were read here, in the cache, so what the plugin does to the copy is found when the block is loaded.
-// The plugin reads the copy next.
+// The plugin reads the copy next, so it is written through the caches.
 func (r *rank) copyOut(maker *digest.Maker, b connector.Block, slot connector.BlockID, segments []int) error {
 	to := digest.Slot{KV: r.landing.kv, ID: slot}
 	if b.Key != (connector.BlockKey{}) {
-		return maker.CopyOut(r.kv, b, segments, to, digest.StoresFor(digest.Plugin, r.kv.Layout().BlockBytes(b.Group)))
+		return maker.CopyOut(r.kv, b, segments, to, mac.Cached)
 	}
 	for _, s := range segments {
 		copy(to.KV.View(s, slot), r.kv.View(s, b.ID))
@@ -146,9 +148,11 @@ func (r *rank) copyOut(maker *digest.Maker, b connector.Block, slot connector.Bl
 // then nobody reads these blocks, and what fails is computed again, so bytes that are not verified yet do no harm there.
 // The two lists name the same blocks in the same order; check has the keys.
 func (r *rank) verifyIn(list []tracker.Copy, check []connector.Block) unreadable {
-	stores := digest.StoresFor(digest.Engine, int64(r.size(check)))
+	stores := digest.StoresForLoad(int64(r.size(check)))
 	return r.judge(check, func(i int) error {
-		return r.hasher.CopyIn(r.kv, check[i], digest.Slot{KV: r.landing.kv, ID: list[i].Slot}, stores)
+		err := r.hasher.CopyIn(r.kv, check[i], digest.Slot{KV: r.landing.kv, ID: list[i].Slot}, stores)
+		fault.Crash("host.load.copied")
+		return err
 	})
 }
 

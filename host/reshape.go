@@ -11,6 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
@@ -304,8 +305,8 @@ func (r *reshaping) take(b tracker.Read, slot connector.BlockID, rank int) {
 		return
 	}
 	src, from := r.load.Source, digest.Slot{KV: r.landed, ID: slot}
-	stores := digest.StoresFor(digest.Plugin, r.size) // it is cut next
-	if err = r.hashers[rank].CopyIn(copied, connector.Block{Key: src.Keys[b.Place], Group: b.Group}, from, stores); err != nil {
+	block := connector.Block{Key: src.Keys[b.Place], Group: b.Group}
+	if err = r.hashers[rank].CopyIn(copied, block, from, mac.Cached); err != nil { // it is cut next
 		r.fault(b, fmt.Errorf("block %d of the prompt, as rank %d of %d of the producer has it (%d tokens): %w", b.Place, rank, src.World, src.BlockTokens, err))
 		return
 	}

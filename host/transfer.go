@@ -133,7 +133,6 @@ func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	if r.landing == nil {
 		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
 	}
-	fault.Crash("host.save.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
 	return a.Back(h.saveTo(ctx, w, a.ID, a.Seen(), r.landing.kv))
 }
@@ -176,7 +175,6 @@ func (h *Host) arrive(r *rank, a *tracker.Move, err error) (found unreadable) {
 	} else {
 		found = r.verifyIn(a.In(err), check)
 	}
-	fault.Crash("host.load.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
 	return found
 }
@@ -209,6 +207,7 @@ func (r *rank) makeDigests(blocks []connector.Block, slots []connector.BlockID) 
 		var err error
 		if slots != nil {
 			err = r.copyOut(&maker, b, slots[i], r.kv.Segments(b.Group))
+			fault.Crash("host.save.copied")
 		} else if b.Key != (connector.BlockKey{}) { // or it is partial: nothing can be stored under a key
 			err = maker.Make(r.kv, b)
 		}

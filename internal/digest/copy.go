@@ -7,24 +7,14 @@ import (
 	"github.com/kvport/kvport/internal/mac"
 )
 
-// Reader is who reads a copy first, which decides how it is written.
-type Reader uint8
-
-// The readers.
-const (
-	Plugin Reader = iota // at once, because it is called with what is copied
-	Engine               // when a load has ended
-	Nobody               // before much else is read and written: an arena keeps the copy
-)
-
-// nonTemporalFrom is how many bytes a load has that goes past the caches. From 1 MiB on, copying and then reading took 0.81 to 0.98 of
+// nonTemporalFrom is the size from which a load is written past the caches. From 1 MiB on, copying and then reading took 0.81 to 0.98 of
 // the time that it took through the caches if the destination was in none of them, as blocks are that the engine has not used for a
 // while. Below, there is less to gain, and more to lose if the destination is in a cache after all (record 152 has the table).
 const nonTemporalFrom = 1 << 20
 
-// StoresFor is how a copy is written that has size bytes in all.
-func StoresFor(first Reader, size int64) mac.Stores {
-	if first == Nobody || first == Engine && size >= nonTemporalFrom {
+// StoresForLoad is how a load of size bytes in all is written. Whoever reads a copy at once writes it through the caches instead.
+func StoresForLoad(size int64) mac.Stores {
+	if size >= nonTemporalFrom {
 		return mac.NonTemporal
 	}
 	return mac.Cached
@@ -46,7 +36,7 @@ func (m *Maker) CopyOut(kv *connector.KV, b connector.Block, segments []int, to 
 		return err
 	}
 	p.to, p.stores = to, stores
-	if err := p.fits(&to); err != nil {
+	if err := p.fits(&to, segments); err != nil {
 		return err
 	}
 	return p.make(m, segments)
@@ -60,20 +50,27 @@ func (h *Hasher) CopyIn(kv *connector.KV, b connector.Block, from Slot, stores m
 		return err
 	}
 	p.to, p.from, p.stores = p.from, from, stores
-	if err := p.fits(&from); err != nil {
+	if err := p.fits(&from, p.segments); err != nil {
 		return err
 	}
 	copy(p.stored, from.view(p.digests)) // before anything of it is believed
 	return p.check(h)
 }
 
-// fits says whether the block's segments are as long in a slot as in the cache. Errors wrap ErrIncompatible.
-func (p *place) fits(s *Slot) error {
-	for _, segment := range p.segments {
-		if want := p.kv.Layout().Segments[segment].Bytes; int64(len(s.view(segment))) != want {
-			return fmt.Errorf("block %d of group %d: slot %d has %d bytes for segment %d, want %d: %w",
-				p.block.ID, p.block.Group, s.ID, len(s.view(segment)), segment, want, connector.ErrIncompatible)
+// fits says whether some of the block's segments, and its digests, are as long in a slot as in the cache. Errors wrap ErrIncompatible.
+func (p *place) fits(s *Slot, segments []int) error {
+	for _, segment := range segments {
+		if err := p.fit(s, segment); err != nil {
+			return err
 		}
+	}
+	return p.fit(s, p.digests)
+}
+
+func (p *place) fit(s *Slot, segment int) error {
+	if have, want := len(s.view(segment)), len(p.kv.View(segment, p.block.ID)); have != want {
+		return fmt.Errorf("block %d of group %d: slot %d has %d bytes for segment %d, want %d: %w",
+			p.block.ID, p.block.Group, s.ID, have, segment, want, connector.ErrIncompatible)
 	}
 	return nil
 }

@@ -378,17 +378,30 @@ func cacheOfSmall(t testing.TB) *connector.KV {
 	return kv
 }
 
-// A copy that somebody reads at once goes through the caches.
-func TestStoresFor(t *testing.T) {
-	for _, c := range []struct {
-		first Reader
-		size  int64
-		want  mac.Stores
-	}{
-		{Plugin, 1 << 30, mac.Cached}, {Engine, 1<<20 - 1, mac.Cached}, {Engine, 1 << 20, mac.NonTemporal}, {Nobody, 1, mac.NonTemporal},
-	} {
-		require.Equal(t, c.want, StoresFor(c.first, c.size), "%d, %d bytes", c.first, c.size)
+// Large loads go past the caches.
+func TestStoresForLoad(t *testing.T) {
+	for size, want := range map[int64]mac.Stores{0: mac.Cached, 1<<20 - 1: mac.Cached, 1 << 20: mac.NonTemporal, 1 << 30: mac.NonTemporal} {
+		require.Equal(t, want, StoresForLoad(size), "%d bytes", size)
 	}
+}
+
+// Only the segments that are copied must fit, and the digests.
+func TestCopyOutChecksWhatItCopies(t *testing.T) {
+	h, kv := hasher(by("a")), cache(t, 21)
+	m, err := h.Maker()
+	require.NoError(t, err)
+	layout := *slotsOf(t, kv, 1).Layout()
+	layout.Segments = slices.Clone(layout.Segments)
+	layout.Segments[1].Bytes--
+	layout.Segments[1].BlockStride--
+	shorter, err := connector.NewKV(layout, [][]byte{make([]byte, 4096)})
+	require.NoError(t, err)
+	b, slot := block(1, 0), Slot{shorter, 0}
+	require.NoError(t, m.CopyOut(kv, b, []int{0}, slot, mac.Cached))
+	require.Equal(t, kv.View(0, 1), shorter.View(0, 0))
+	require.ErrorIs(t, m.CopyOut(kv, b, []int{1}, slot, mac.Cached), connector.ErrIncompatible)
+	require.ErrorIs(t, m.CopyOut(kv, b, kv.Segments(0), slot, mac.Cached), connector.ErrIncompatible)
+	require.ErrorIs(t, h.CopyIn(kv, b, slot, mac.Cached), connector.ErrIncompatible)
 }
 
 func TestCopyDoesNotAllocate(t *testing.T) {
