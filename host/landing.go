@@ -6,6 +6,9 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/tracker"
 )
 
@@ -126,15 +129,38 @@ func (h *Host) slots() int {
 	return h.lands.Blocks
 }
 
-// copyBlocks copies whole blocks, digests included: to landing memory for a save, to the cache for a load.
-func (r *rank) copyBlocks(kind tracker.Kind, list []tracker.Copy) {
+// copyOut copies segments of a block to a landing slot, and makes their digests, unless the block is partial and has none. The digests
+// are those of the bytes that were read here, in the cache, so what the plugin does to the copy is found when the block is loaded.
+// The plugin reads the copy next, so it is written through the caches.
+func (r *rank) copyOut(maker *digest.Maker, b connector.Block, slot connector.BlockID, segments []int) error {
+	to := digest.Slot{KV: r.landing.kv, ID: slot}
+	if b.Key != (connector.BlockKey{}) {
+		return maker.CopyOut(r.kv, b, segments, to, mac.Cached)
+	}
+	for _, s := range segments {
+		copy(to.KV.View(s, slot), r.kv.View(s, b.ID))
+	}
+	return nil
+}
+
+// verifyIn copies blocks from landing memory to the cache, and gives those that cannot be used, by reason. The plugin may still write landing
+// memory, so nothing is verified there: each byte is read once, and what is verified is what was written to the cache. Until
+// then nobody reads these blocks, and what fails is computed again, so bytes that are not verified yet do no harm there.
+// The two lists name the same blocks in the same order; check has the keys.
+func (r *rank) verifyIn(list []tracker.Copy, check []connector.Block) unreadable {
+	stores := digest.StoresForLoad(int64(r.size(check)))
+	return r.judge(check, func(i int) error {
+		err := r.hasher.CopyIn(r.kv, check[i], digest.Slot{KV: r.landing.kv, ID: list[i].Slot}, stores)
+		fault.Crash("host.load.copied")
+		return err
+	})
+}
+
+// copyIn copies whole blocks from landing memory to the cache, digests included, where there is nothing to verify them by.
+func (r *rank) copyIn(list []tracker.Copy) {
 	for _, c := range list {
 		for _, s := range r.kv.Segments(c.Group) {
-			to, from := r.kv.View(s, c.Block), r.landing.kv.View(s, c.Slot)
-			if kind == tracker.Save {
-				to, from = from, to
-			}
-			copy(to, from)
+			copy(r.kv.View(s, c.Block), r.landing.kv.View(s, c.Slot))
 		}
 	}
 }

@@ -142,15 +142,14 @@ func (p *sealedProgress) seal(from, to int) error {
 		if b.Key == (connector.BlockKey{}) {
 			return
 		}
-		segments := r.kv.Between(b.Group, from, to)
-		if err := p.maker.MakeSegments(r.kv, b, segments); err != nil {
-			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
-			return
+		var err error
+		if segments := r.kv.Between(b.Group, from, to); r.landing != nil {
+			err = r.copyOut(p.maker, b, p.move.Slots[i], segments)
+		} else {
+			err = p.maker.MakeSegments(r.kv, b, segments)
 		}
-		if r.landing != nil {
-			for _, s := range segments {
-				copy(r.landing.kv.View(s, p.move.Slots[i]), r.kv.View(s, b.ID))
-			}
+		if err != nil {
+			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
 		}
 	})
 	return errors.Join(errs...)

@@ -11,6 +11,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
@@ -287,7 +288,7 @@ func (r *reshaping) fault(b tracker.Read, err error) {
 	}
 }
 
-// take copies a block out of the memory that the plugin can write, checks the copy by the producer's digests, and cuts
+// take copies a block out of the memory that the plugin can write, checks what it has copied by the producer's digests, and cuts
 // it into our blocks on all ranks. One with a fault goes nowhere.
 func (r *reshaping) take(b tracker.Read, slot connector.BlockID, rank int) {
 	r.mu.Lock()
@@ -303,11 +304,9 @@ func (r *reshaping) take(b tracker.Read, slot connector.BlockID, rank int) {
 		r.fault(b, err)
 		return
 	}
-	for _, s := range copied.Segments(b.Group) {
-		copy(copied.View(s, 0), r.landed.View(s, slot))
-	}
-	src := r.load.Source
-	if err = r.hashers[rank].Check(copied, connector.Block{Key: src.Keys[b.Place], Group: b.Group}); err != nil {
+	src, from := r.load.Source, digest.Slot{KV: r.landed, ID: slot}
+	block := connector.Block{Key: src.Keys[b.Place], Group: b.Group}
+	if err = r.hashers[rank].CopyIn(copied, block, from, mac.Cached); err != nil { // it is cut next
 		r.fault(b, fmt.Errorf("block %d of the prompt, as rank %d of %d of the producer has it (%d tokens): %w", b.Place, rank, src.World, src.BlockTokens, err))
 		return
 	}
@@ -346,7 +345,7 @@ func (r *reshaping) seal(out tracker.Outcome) error {
 	}
 	blocks = slices.DeleteFunc(slices.Clone(blocks), func(b connector.Block) bool { return bad[b.ID] })
 	for _, rank := range r.h.ranks {
-		if err := rank.makeDigests(blocks); err != nil {
+		if err := rank.makeDigests(blocks, nil); err != nil {
 			return err
 		}
 		r.h.metrics.copied.WithLabelValues(r.h.metrics.name, "load").Add(rank.size(blocks))

@@ -96,7 +96,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Kind == tracker.Save {
 		err := fault.Point("host.save")
 		if err == nil {
-			err = r.makeDigests(t.Blocks)
+			err = r.makeDigests(t.Blocks, a.Slots)
 		}
 		if err != nil {
 			return tracker.Outcome{Err: err}
@@ -122,20 +122,17 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Check == nil { // they get no digests: that would say that they are right (rule TAINT-01)
 		h.metrics.unchecked.WithLabelValues(h.metrics.name, "lossy").Add(float64(len(tracker.Arrived(t.Blocks, err))))
 	}
-	found := r.checkDigests(tracker.Arrived(a.Check, err))
+	found := h.arrive(r, a, err)
 	fault.Crash("host.load.checked")
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
 
-// save lets a worker read the blocks of a move: in the cache, or a copy of them. Their digests were
-// made in the cache, so what the plugin does to the copy is found when the blocks are loaded.
+// save lets a worker read the blocks of a move: in the cache, or a copy of them.
 func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
 	if r.landing == nil {
 		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
 	}
-	r.busy(func() { r.copyBlocks(a.Kind, a.Out()) })
-	fault.Crash("host.save.copied")
 	h.metrics.copied.WithLabelValues(h.metrics.name, "save").Add(r.size(a.Transfer.Blocks))
 	return a.Back(h.saveTo(ctx, w, a.ID, a.Seen(), r.landing.kv))
 }
@@ -158,21 +155,28 @@ func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID
 	})
 }
 
-// load lets a worker fill the blocks of a move: in the cache, or in landing memory, from where what
-// arrived is copied. Digests are checked in the cache, after the copy.
+// load lets a worker fill the blocks of a move: in the cache, or in landing memory.
 func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
 	if r.landing == nil {
 		return w.Load(ctx, a.Transfer, r.kv)
 	}
-	err := a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
-	if errors.Is(err, plugin.ErrLost) {
-		return err
+	return a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
+}
+
+// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified.
+func (h *Host) arrive(r *rank, a *tracker.Move, err error) (found unreadable) {
+	check := tracker.Arrived(a.Check, err)
+	if r.landing == nil {
+		return r.checkDigests(check)
 	}
 	fault.Crash("host.load.answered")
-	r.busy(func() { r.copyBlocks(a.Kind, a.In(err)) })
-	fault.Crash("host.load.copied")
+	if a.Check == nil {
+		r.busy(func() { r.copyIn(a.In(err)) })
+	} else {
+		found = r.verifyIn(a.In(err), check)
+	}
 	h.metrics.copied.WithLabelValues(h.metrics.name, "load").Add(r.size(a.Transfer.Blocks))
-	return err
+	return found
 }
 
 // busy runs what keeps a core busy.
@@ -191,7 +195,8 @@ func (r *rank) size(blocks []connector.Block) float64 {
 	return float64(n)
 }
 
-func (r *rank) makeDigests(blocks []connector.Block) error {
+// makeDigests makes the digests of the blocks that are full. If they have landing slots, all blocks are copied there in the same pass.
+func (r *rank) makeDigests(blocks []connector.Block, slots []connector.BlockID) error {
 	maker, err := r.hasher.Maker()
 	if err != nil {
 		return err
@@ -199,10 +204,14 @@ func (r *rank) makeDigests(blocks []connector.Block) error {
 	errs := make([]error, len(blocks))
 	r.share(len(blocks), func(i int) {
 		b := blocks[i]
-		if b.Key == (connector.BlockKey{}) {
-			return // partial: nothing can be stored under a key
+		var err error
+		if slots != nil {
+			err = r.copyOut(&maker, b, slots[i], r.kv.Segments(b.Group))
+			fault.Crash("host.save.copied")
+		} else if b.Key != (connector.BlockKey{}) { // or it is partial: nothing can be stored under a key
+			err = maker.Make(r.kv, b)
 		}
-		if err := maker.Make(r.kv, b); err != nil {
+		if err != nil {
 			errs[i] = fmt.Errorf("digest of block %d: %w", b.ID, err)
 		}
 	})
@@ -234,9 +243,13 @@ func (r *rank) share(n int, f func(int)) {
 
 // checkDigests gives the blocks that cannot be used, by reason.
 func (r *rank) checkDigests(blocks []connector.Block) unreadable {
+	return r.judge(blocks, func(i int) error { return r.hasher.Check(r.kv, blocks[i]) })
+}
+
+// judge gives the blocks that cannot be used, by reason, as a check of each says.
+func (r *rank) judge(blocks []connector.Block, check func(i int) error) (found unreadable) {
 	errs := make([]error, len(blocks))
-	r.share(len(blocks), func(i int) { errs[i] = r.hasher.Check(r.kv, blocks[i]) })
-	var found unreadable
+	r.share(len(blocks), func(i int) { errs[i] = check(i) })
 	for i, b := range blocks {
 		found.add(b.ID, errs[i])
 	}

@@ -17,15 +17,21 @@ export function startedByHost() {
  * The process ends when the host hangs up or dies.
  */
 export function listen() {
-  const offered = (process.env.PLUGIN_PROTOCOL_VERSIONS ?? "").split(",");
+  const offered = (process.env.PLUGIN_PROTOCOL_VERSIONS ?? "none").split(",");
   if (!offered.includes(String(PROTOCOL))) {
     throw new Error(`the host speaks protocol ${offered.join(", ")}, this plugin ${PROTOCOL}`);
   }
+  const host = process.env.PLUGIN_CLIENT_CERT;
+  if (!host) throw new Error("the host gave no certificate (PLUGIN_CLIENT_CERT)"); // without one anybody could connect
   const { key, certificate } = makeCertificate();
   const server = createSecureServer({
     key, cert: pem(certificate),
-    ca: process.env.PLUGIN_CLIENT_CERT, requestCert: true, rejectUnauthorized: true, // our host, and nobody else
+    ca: host, requestCert: true, rejectUnauthorized: true, // our host, and nobody else
     maxSessionMemory: 256, // MB
+  });
+  server.on("error", (error) => {
+    process.stderr.write(`kvport-nodestore: it cannot listen: ${error.message}\n`);
+    process.exit(1);
   });
   server.on("session", (session) => session.on("close", () => process.exit(0))); // a host connects once
   const path = join(process.env.PLUGIN_UNIX_SOCKET_DIR, "plugin");
@@ -34,8 +40,8 @@ export function listen() {
     process.stdout.write(`1|${PROTOCOL}|unix|${path}|grpc|${unpadded}\n`);
   });
   for (const signal of ["SIGTERM", "SIGINT"]) process.on(signal, () => {}); // meant for the engine, which stops us later
-  const host = process.ppid;
-  setInterval(() => process.ppid === host || process.exit(1), 500); // no host, no plugin
+  const parent = process.ppid;
+  setInterval(() => process.ppid === parent || process.exit(1), 500); // no host, no plugin
   return server;
 }
 

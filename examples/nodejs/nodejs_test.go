@@ -20,11 +20,13 @@ import (
 // plugin is the launcher that hosts start.
 func plugin(t *testing.T) string {
 	t.Helper()
-	if _, err := exec.LookPath("node"); err != nil {
-		t.Skipf("THE CONNECTOR FOR NODE.JS IS NOT TESTED: there is no node on this machine: %v", err)
-	}
 	path, err := filepath.Abs("kvport-nodestore")
 	require.NoError(t, err)
+	cmd := exec.CommandContext(t.Context(), path, "--manifest")
+	cmd.Env = []string{} // as a host starts it
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Skipf("THE CONNECTOR FOR NODE.JS IS NOT TESTED: %v: %s", err, out)
+	}
 	return path
 }
 

@@ -14,7 +14,7 @@ import { Failure } from "./failure.mjs";
 const read = promisify(fs.read), write = promisify(fs.write);
 
 // Numbers of the protocol's enums.
-const SIDE_WORKER = 2;
+const SIDE_SCHEDULER = 1, SIDE_WORKER = 2;
 const PRODUCER = 1, CONSUMER = 2, BOTH = 3;
 const POLICY_ALL = 1;
 
@@ -40,7 +40,7 @@ export function parseConfig(data) {
   }
   if (typeof fields !== "object" || fields === null || Array.isArray(fields)) refuse("not an object");
   for (const name of Object.keys(fields)) {
-    if (!(name in SCHEMA.properties)) refuse(`unknown field "${name}", known is dir`);
+    if (!Object.hasOwn(SCHEMA.properties, name)) refuse(`unknown field "${name}", known is dir`);
   }
   if (typeof fields.dir !== "string" || fields.dir === "") refuse("dir is missing or no path");
   return fields.dir;
@@ -134,9 +134,10 @@ class Memory {
 
 /** checkOpen refuses an Open that cannot be meant (rule LIFE-02). */
 function checkOpen(opened) {
-  const { role, rank, world, engine, layout } = opened;
+  const { side, role, rank, world, engine, layout } = opened;
   const { blocks = 0, groups = [], segments = [] } = layout ?? {};
   const wrong = Object.entries({
+    side: ![SIDE_SCHEDULER, SIDE_WORKER].includes(side),
     role: ![PRODUCER, CONSUMER, BOTH].includes(role),
     engine: !engine,
     rank: world < 1 || rank >= world,

@@ -215,6 +215,7 @@ def check_open(opened: Any) -> None:
     """Refuse an Open that cannot be meant (rule LIFE-02)."""
     layout = opened.layout
     wrong = {
+        "side": opened.side not in (1, 2),  # SIDE_SCHEDULER, SIDE_WORKER
         "role": opened.role not in (1, 2, 3),  # ROLE_PRODUCER, ROLE_CONSUMER, ROLE_BOTH
         "engine": not opened.engine,
         "rank": opened.rank >= opened.world,

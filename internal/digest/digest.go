@@ -183,11 +183,19 @@ func (m *Maker) MakeSegments(kv *connector.KV, b connector.Block, segments []int
 	if err != nil {
 		return err
 	}
+	return p.make(m, segments)
+}
+
+func (p *place) make(m *Maker, segments []int) error {
 	copy(p.stored, m.header[:])
-	return p.each(m, segments, func(sum [Size]byte, stored []byte, _ int) error {
+	err := p.each(m, segments, func(sum [Size]byte, stored []byte, _ int) error {
 		copy(stored, sum[:])
 		return nil
 	})
+	if err == nil && p.to.KV != nil && slices.Contains(segments, p.digests) {
+		copy(p.to.view(p.digests), p.stored)
+	}
+	return err
 }
 
 // Check compares a full block with the digests in its digest segment. Damage and forgery are ErrCorrupt, and what can be
@@ -198,6 +206,11 @@ func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
 	if err != nil {
 		return err
 	}
+	return p.check(h)
+}
+
+func (p *place) check(h *Hasher) error {
+	b := &p.block
 	m, err := h.believed(header(p.stored[:headerSize]))
 	if err != nil {
 		return fmt.Errorf("block %d of group %d: %w", b.ID, b.Group, err)
@@ -215,7 +228,11 @@ type place struct {
 	kv       *connector.KV
 	block    connector.Block
 	segments []int // of the block's group
+	digests  int   // the one with the digests
 	stored   []byte
+	from     Slot // what is digested
+	to       Slot // where it is copied; no KV: nowhere
+	stores   mac.Stores
 }
 
 // placeOf finds a block's digests. Errors wrap ErrIncompatible.
@@ -223,18 +240,27 @@ func placeOf(kv *connector.KV, b connector.Block) (place, error) {
 	if b.Key == (connector.BlockKey{}) {
 		return place{}, fmt.Errorf("block %d of group %d is partial, it has no digest: %w", b.ID, b.Group, connector.ErrIncompatible)
 	}
-	p := place{kv: kv, block: b, segments: kv.Segments(b.Group)}
+	p := place{kv: kv, block: b, segments: kv.Segments(b.Group), from: Slot{kv, b.ID}}
 	layers := kv.Layout().Segments
 	at := slices.IndexFunc(p.segments, func(s int) bool { return layers[s].Layer == connector.DigestLayer })
 	if at < 0 {
 		return place{}, fmt.Errorf("group %d has no digest segment: %w", b.Group, connector.ErrIncompatible)
 	}
-	p.stored = kv.View(p.segments[at], b.ID)
+	p.digests = p.segments[at]
+	p.stored = kv.View(p.digests, b.ID)
 	if int64(len(p.stored)) != SegmentSize(len(p.segments)-1) {
 		return place{}, fmt.Errorf("block %d of group %d: %d bytes of digests for %d segments: %w",
 			b.ID, b.Group, len(p.stored), len(p.segments)-1, connector.ErrIncompatible)
 	}
 	return p, nil
+}
+
+// sum computes the digest of a segment, and copies the segment if it belongs elsewhere.
+func (p *place) sum(m *Maker, segment int, b *Binding) [Size]byte {
+	if p.to.KV == nil {
+		return m.Sum(p.from.view(segment), b)
+	}
+	return m.Copy(p.to.view(segment), p.from.view(segment), p.to.KV == p.kv, b, p.stores)
 }
 
 // each visits the computed and the stored digest of the wanted segments of a block, in layout order.
@@ -250,7 +276,7 @@ func (p *place) each(m *Maker, wanted []int, visit func(sum [Size]byte, stored [
 			continue // the digests have none themselves
 		}
 		if asked {
-			sum := m.Sum(p.kv.View(s, p.block.ID), &bind)
+			sum := p.sum(m, s, &bind)
 			if err := visit(sum, p.stored[headerSize+bind.Segment*Size:][:Size], bind.Layer); err != nil {
 				return err
 			}

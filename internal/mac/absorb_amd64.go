@@ -7,7 +7,30 @@ package mac
 //go:noescape
 func absorbLane(s *[blockSize]byte, p *byte, n, stride, second int)
 
+// copyLane is absorbLane, and also writes what the lane absorbs to the same places in `to`.
+//
+//go:noescape
+func copyLane(s *[blockSize]byte, p *byte, n, stride, second int, to *byte)
+
 // absorbPair updates both lanes with n blocks of the message.
 //
 //go:noescape
 func absorbPair(s *[maxLanes][blockSize]byte, p *byte, n, stride int)
+
+// copyPair is absorbPair, and also writes the message to `to`, with the same stride.
+//
+//go:noescape
+func copyPair(s *[maxLanes][blockSize]byte, p *byte, n, stride int, to *byte)
+
+// copyPairPast is copyPair past the caches; `to` is aligned to 32 bytes.
+//
+//go:noescape
+func copyPairPast(s *[maxLanes][blockSize]byte, p *byte, n, stride int, to *byte)
+
+// stream copies n times 64 bytes past the caches; `to` is aligned to 32 bytes.
+//
+//go:noescape
+func stream(p *byte, n int, to *byte)
+
+// fence makes non-temporal stores visible before any later store.
+func fence()

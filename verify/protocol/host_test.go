@@ -206,7 +206,7 @@ func (h *hosted) failed(err, kind error, blocks ...connector.BlockID) {
 
 // TestHost: today's host sends exactly what store.jsonl says, and understands what plugins answer there.
 func TestHost(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	region, err := host.NewRegion(cacheBytes)
 	require.NoError(t, err)

@@ -52,7 +52,7 @@ func start(ctx context.Context, program string, l *Line, says string, inherit ..
 	for name, value := range l.Start {
 		p.cmd.Env = append(p.cmd.Env, name+"="+known.Replace(value))
 	}
-	p.cmd.ExtraFiles, p.cmd.Stderr = inherit, &p.stderr
+	p.cmd.ExtraFiles, p.cmd.Stderr, p.cmd.WaitDelay = inherit, &p.stderr, time.Second
 	stdout, err := p.cmd.StdoutPipe()
 	if err != nil {
 		return nil, err
@@ -60,7 +60,9 @@ func start(ctx context.Context, program string, l *Line, says string, inherit ..
 	if err := p.cmd.Start(); err != nil {
 		return nil, err
 	}
+	silent := time.AfterFunc(patience, func() { _ = p.cmd.Process.Kill() })
 	line, err := bufio.NewReader(stdout).ReadString('\n')
+	silent.Stop()
 	if err == nil {
 		err = p.meet(strings.TrimSuffix(line, "\n"), says, own)
 	}

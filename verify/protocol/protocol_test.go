@@ -1,7 +1,9 @@
 package protocol
 
 import (
+	"crypto/sha256"
 	"flag"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -45,12 +47,23 @@ func plugins(t *testing.T) map[string]string {
 	} else {
 		programs["python"] = filepath.Join(examples, "python", "kvport-pystore")
 	}
-	if _, err := exec.LookPath("node"); err != nil {
-		t.Logf("THE EXAMPLE FOR NODE.JS IS NOT TESTED: there is no node on this machine: %v", err)
-	} else {
-		programs["nodejs"] = filepath.Join(examples, "nodejs", "kvport-nodestore")
+	programs["nodejs"] = filepath.Join(examples, "nodejs", "kvport-nodestore")
+	if err := hasNode(t); err != nil {
+		t.Logf("THE EXAMPLE FOR NODE.JS IS NOT TESTED: %v", err)
+		delete(programs, "nodejs")
 	}
 	return programs
+}
+
+// hasNode looks for a Node.js as a host does: with nothing in the environment.
+func hasNode(t *testing.T) error {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), filepath.Join(testkit.Root(t), "examples", "nodejs", "kvport-nodestore"), "--manifest")
+	cmd.Env = []string{}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%w: %s", err, out)
+	}
+	return nil
 }
 
 // descriptors reads a descriptor set.
@@ -87,6 +100,17 @@ func play(t *testing.T, program, name string) error {
 	return p.Replay(t.Context(), transcript(t, name), t.TempDir())
 }
 
+// sums are the SHA-256 of the transcripts, so that -update cannot change what they say unseen.
+func sums() map[string]string {
+	return map[string]string{
+		"broken": "d24c7f5aef77da141b896ef498b0720a2d2d93778c135270178318bd3fefbdea",
+		"cancel": "dcf3d556c92cf6c947c94765e749cd802d72244f500e4a0c3555fd6c24ced29f",
+		"first":  "da2ac7e4ab8191f27b44e85fb1fa68d9b87bb186b0f3e014d65c7caa9ead5942",
+		"newer":  "8d09477b6a9867334c48a396d101197a611c719ccce203aa7781273e246e7b43",
+		"store":  "2574ee19207bae3c0fcdac705f3088fad940cb06e6c590e2ee6e9257e7207667",
+	}
+}
+
 // TestBytes: each message is sent as the bytes that were recorded when protocol 1 was frozen.
 func TestBytes(t *testing.T) {
 	for _, name := range transcripts() {
@@ -105,6 +129,9 @@ func TestBytes(t *testing.T) {
 			require.Equal(t, data, append([]byte{}, l.Bytes...), "%s:%d", name, i+1)
 		}
 		require.Greater(t, messages, 20, name)
+		file, err := os.ReadFile(pathOf(name))
+		require.NoError(t, err)
+		require.Equal(t, sums()[name], fmt.Sprintf("%x", sha256.Sum256(file)), "%s was changed: protocol 1.0 is frozen", name)
 		if *update {
 			require.NoError(t, Write(pathOf(name), lines))
 		}
@@ -134,7 +161,7 @@ func TestFirstHost(t *testing.T) {
 	}
 }
 
-// TestTranscripts: plugins in Go, Python and for Node.js answer the host of each transcript as it allows.
+// TestTranscripts: plugins in Go, Python and JavaScript answer the host of each transcript as it allows.
 func TestTranscripts(t *testing.T) {
 	for language, program := range plugins(t) {
 		for _, name := range transcripts() {
@@ -167,8 +194,8 @@ func recordFiles(t *testing.T, name, program string) {
 
 // TestWrongPlugins: each mistake in the example for Node.js is noticed by a transcript.
 func TestWrongPlugins(t *testing.T) {
-	if _, err := exec.LookPath("node"); err != nil {
-		t.Skipf("WRONG PLUGINS ARE NOT TESTED: there is no node on this machine: %v", err)
+	if err := hasNode(t); err != nil {
+		t.Skipf("WRONG PLUGINS ARE NOT TESTED: %v", err)
 	}
 	right := filepath.Join(testkit.Root(t), "examples", "nodejs")
 	for name, m := range map[string]struct{ file, from, to, transcript string }{
