@@ -175,6 +175,7 @@ func TestMutants(t *testing.T) {
 	kinds := map[Mutant]string{
 		RemovalsForgotten: Unbounded, EpochIgnored: WrongIndex, GapsUnnoticed: WrongIndex, ReplayedTwice: WrongIndex, MemoryUnbounded: WrongIndex,
 		SecondDeaf: WrongIndex, NeverSpreads: NotSpread, StickyToDead: ToTheDead, LoadCountedTwice: WrongLoad, LoadNeverEnds: WrongLoad,
+		RequestLost:  LostRequests,
 		LeaseForever: WrongLease, LeaseTooShort: WrongLease,
 	}
 	for _, m := range Mutants() {

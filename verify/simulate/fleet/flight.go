@@ -187,6 +187,11 @@ func (f *flight) retry(d *part) {
 // end ends a request.
 func (f *flight) end(answered bool) {
 	f.front.core.Leave(f.picked)
+	if f.w.o.Mutant == RequestLost && !f.w.lost {
+		f.w.lost = true
+		return
+	}
+	f.w.ended = f.w.now
 	if answered {
 		f.w.result.Answered++
 		f.w.remember(f)

@@ -15,9 +15,10 @@ const (
 	MemoryUnbounded                  // each batch leaves a block in the index that nobody has
 	SecondDeaf                       // the second router gets no events
 	NeverSpreads                     // one instance is preferred, whatever it has to do
-	StickyToDead                     // instances count as well when they are down
+	StickyToDead                     // instances count as healthy although they are down
 	LoadCountedTwice                 // a request counts at two instances of a role and runs at one
 	LoadNeverEnds                    // a request that failed counts as one that runs
+	RequestLost                      // a request is answered, and nobody hears of it
 	LeaseForever                     // nobody looks for registrations that are too old
 	LeaseTooShort                    // a registration is good for less than the time between two
 	RegistrationsFlood               // with each registration all other instances register, too
@@ -37,7 +38,7 @@ func Mutants() (list []Mutant) {
 func (m Mutant) String() string {
 	return [mutants]string{
 		"sound", "removals-forgotten", "epoch-ignored", "gaps-unnoticed", "replayed-twice", "memory-unbounded", "second-deaf", "never-spreads",
-		"sticky-to-dead", "load-counted-twice", "load-never-ends", "lease-forever", "lease-too-short", "registrations-flood", "time-in-trace",
+		"sticky-to-dead", "load-counted-twice", "load-never-ends", "request-lost", "lease-forever", "lease-too-short", "registrations-flood", "time-in-trace",
 	}[m]
 }
 

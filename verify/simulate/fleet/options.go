@@ -82,9 +82,10 @@ const (
 	maxInFlight   = 256             // requests on one instance
 	attempts      = 3               // at decode instances
 	patience      = 30 * time.Second
-	begin         = 2 * time.Second  // of the trace: all instances have registered by then
-	settled       = 40 * time.Second // after the last answer: every event has come, and every lease of who is gone has ended
-	noticed       = 5 * time.Second  // after that a router must know that an instance is down
+	longest       = attempts * (patience + answerMax*decodeStep) // between the ends of two requests, once no more come
+	begin         = 2 * time.Second                              // of the trace: all instances have registered by then
+	settled       = 40 * time.Second                             // after the last answer: every event has come, and every lease of who is gone has ended
+	noticed       = 5 * time.Second                              // after that a router must know that an instance is down
 	racks         = 10
 	racksFail     = 3
 )

@@ -21,7 +21,9 @@ type world struct {
 	tells    bool // instances publish KV events, because routers look at them
 	quiet    bool // the trace is over, and nothing is lost any more
 	over     bool
-	left     int // requests that have not ended
+	left     int           // requests that have not ended
+	ended    time.Duration // when the trace was over or, if that was later, the last request has ended
+	lost     bool          // the mutant RequestLost has lost its request
 
 	result   Result
 	ttft     []float32 // milliseconds
@@ -157,6 +159,7 @@ func (w *world) flood(by *link) {
 // arriveNext draws the next request of the trace, if there is one.
 func (w *world) arriveNext() {
 	if w.arrivals == w.o.Requests {
+		w.ended = w.now
 		w.rest()
 		return
 	}
@@ -168,9 +171,10 @@ func (w *world) arriveNext() {
 	})
 }
 
-// rest waits for the last requests to end, and then for all that is on its way to come.
+// rest waits for the last requests to end, and then for all that is on its way to come. It gives up if for long none has ended:
+// what is left is lost.
 func (w *world) rest() {
-	if w.left > 0 {
+	if w.left > 0 && w.now-w.ended < longest {
 		w.after(time.Second, w.rest)
 		return
 	}
