@@ -39,7 +39,7 @@ func newSimFleet() *cobra.Command {
 		Use:   "fleet",
 		Short: "Simulate the router in front of many instances: policies, faults, and traffic by the number of instances",
 		Long: "Simulate the router in front of up to 1,000 instances in virtual time, with the router's own code and a trace of\n" +
-			"conversations from a seed. Equal seeds give equal tables, apart from the one of what is measured here.",
+			"conversations from a seed. Equal seeds give equal tables, except for the table of measurements.",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd.Context(), cmd.OutOrStdout()) },
 	}
@@ -51,7 +51,7 @@ func newSimFleet() *cobra.Command {
 	flags.Float64Var(&f.options.Rate, "rate", 2, "requests a second for each instance, in virtual time")
 	flags.StringVar(&f.options.Policy, "policy", policy.PrefixAware, "policy of the tables fleet, faults and growth")
 	flags.StringSliceVar(&f.tables, "tables", []string{tablePolicies, tableFaults, tableGrowth}, "tables to make: fleet (the policy alone), policies, faults, growth")
-	flags.IntSliceVar(&f.sizes, "sizes", []int{10, 100, 1000}, "instances of the table growth, each of which has a tenth of the requests and blocks of one")
+	flags.IntSliceVar(&f.sizes, "sizes", []int{10, 100, 1000}, "numbers of instances for the table growth, where each instance gets a tenth of its requests and blocks")
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
 	flags.BoolVar(&f.measure, "measure", true, "also measure decisions a second and the memory of the index")
 	return cmd
@@ -70,6 +70,11 @@ func (f *simFleetFlags) run(ctx context.Context, out io.Writer) error {
 	if err := f.options.Check(); err != nil {
 		return err
 	}
+	if slices.Contains(f.tables, tableGrowth) {
+		if err := fleet.CheckSizes(f.reduced(), f.sizes); err != nil {
+			return fmt.Errorf("--sizes, where each instance gets a tenth of its requests and blocks: %w", err)
+		}
+	}
 	if f.measure {
 		f.options.Clock = processTime
 	}
@@ -85,6 +90,13 @@ func (f *simFleetFlags) run(ctx context.Context, out io.Writer) error {
 		return fail(fmt.Errorf("%d invariants are broken", wrong))
 	}
 	return nil
+}
+
+// reduced are the options of the table growth.
+func (f *simFleetFlags) reduced() fleet.Options {
+	small := f.options
+	small.Blocks, small.Requests = small.Blocks/10, small.Requests/10
+	return small
 }
 
 // processTime is the time for which processors have run the process, whatever else the machine does.
@@ -117,9 +129,7 @@ func (f *simFleetFlags) table(ctx context.Context, out io.Writer, name string) (
 	case tableFaults:
 		err = fleet.Incidents(ctx, f.options, take)
 	case tableGrowth:
-		small := f.options
-		small.Blocks, small.Requests = small.Blocks/10, small.Requests/10
-		err = fleet.Sizes(ctx, small, f.sizes, func(s fleet.Size) {
+		err = fleet.Sizes(ctx, f.reduced(), f.sizes, func(s fleet.Size) {
 			sizes = append(sizes, s)
 			take(fleet.Row{Name: fmt.Sprintf("%d instances", s.Instances), Result: s.Result})
 		})

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 
@@ -40,6 +41,12 @@ func TestSimFleetGrowth(t *testing.T) {
 	require.Contains(t, text, "8 instances")
 	require.Contains(t, text, "registrations")
 
+	one := slices.Clone(args)
+	one[slices.Index(one, "4,8")] = "4"
+	code, text, stderr = runSim(one...)
+	require.Equal(t, exitOK, code, stderr+text)
+	require.Regexp(t, `decisions +[0-9.]+ +-\n`, text)
+
 	code, text, stderr = runSim(append(args, "--format", "json")...)
 	require.Equal(t, exitOK, code, stderr+text)
 	require.Equal(t, 2, strings.Count(text, "\n"))
@@ -53,6 +60,20 @@ func TestSimFleetGrowth(t *testing.T) {
 		require.Equal(t, "growth", row.Table)
 		require.Positive(t, row.Requests)
 		require.Empty(t, row.Violations)
+	}
+}
+
+// TestSimFleetSizes: what is wrong with a size is said before anything is played.
+func TestSimFleetSizes(t *testing.T) {
+	for want, args := range map[string][]string{
+		"size 4: blocks is 240 for 4 instances, want at least 512 for each": {},
+		"size 5000: instances is 5000":                                      {"--blocks", "60000", "--sizes", "5000"},
+		"size 10 is there twice":                                            {"--blocks", "60000", "--sizes", "10,10"},
+	} {
+		code, text, stderr := runFleet(args...)
+		require.Equal(t, exitUsage, code, want)
+		require.Contains(t, stderr, want)
+		require.Empty(t, text)
 	}
 }
 

@@ -193,6 +193,9 @@ func (c *Core) Choose(r *policy.Request, tried map[int]bool, from int) (prefill,
 	return prefill, &Sending{at.decode}, true
 }
 
+// Full reports whether a decode instance that is not in tried could be had if fewer requests ran there, so that waiting helps.
+func (c *Core) Full(tried map[int]bool) bool { return c.pool.full(decode, tried) }
+
 // ChoosePrefill picks another prefill instance for a decode instance that was chosen, and adds it to tried; nil: there is none.
 func (c *Core) ChoosePrefill(r *policy.Request, decode *Sending, tried map[int]bool) *Sending {
 	t, _, ok := c.pool.chooseFor(decode.target, r, tried)

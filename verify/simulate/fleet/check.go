@@ -4,7 +4,7 @@ import "github.com/kvport/kvport/engine/router/policy"
 
 // The kinds of violations.
 const (
-	WrongIndex   = "index"   // the index does not have what the caches have
+	WrongIndex   = "index"   // the index has another number of blocks than the caches, or other hits
 	Unbounded    = "memory"  // it has more than a cache can hold
 	WrongLoad    = "load"    // a router counts requests that do not run
 	ToTheDead    = "dead"    // a request went to an instance that had long been down
@@ -29,7 +29,7 @@ func (w *world) chosen(q *flight) {
 		running, _ := f.core.Busy(place)
 		w.violate(WrongLoad, "router %d counts %d requests at %d, and %d run there", f.number, running, f.at[place].number, f.sent[place])
 	}
-	if q.tries > 1 || q.from != policy.None || len(w.machines)/2 > exactly && w.arrivals%sampled > 0 {
+	if q.choices > 1 || q.from != policy.None || len(w.machines)/2 > exactly && w.arrivals%sampled > 0 {
 		return
 	}
 	best, blocks := 0, q.turn.prompted()
@@ -115,9 +115,9 @@ func (w *world) check() {
 			w.checkHits(f)
 		}
 	}
-	for _, b := range []Balance{w.result.Prefill, w.result.Decode} {
-		if w.o.Fault != RacksFail && w.o.Requests >= enough*w.o.Instances && b.Max > mostUneven {
-			w.violate(NotSpread, "an instance has %.1f times the mean load of its role", b.Max)
+	for _, most := range []float64{w.result.Prefill, w.result.Decode} {
+		if w.o.Fault != RacksFail && w.o.Requests >= enough*w.o.Instances && most > mostUneven {
+			w.violate(NotSpread, "an instance has %.1f times the mean load of its role", most)
 		}
 	}
 }

@@ -46,7 +46,7 @@ func (f Fault) loses() bool { return f == MissedEvents || f == LostEvents }
 func (f Fault) replays() bool { return f == MissedEvents || f == RepeatedEvents }
 
 // confuses reports whether a router may not know all of an instance, however long nothing happens.
-func (f Fault) confuses() bool { return f.loses() || f == RepeatedEvents }
+func (f Fault) confuses() bool { return f == LostEvents || f == RepeatedEvents }
 
 // routers is how many routers there are.
 func (f Fault) routers() int {

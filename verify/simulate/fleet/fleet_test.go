@@ -61,10 +61,10 @@ func TestPolicies(t *testing.T) {
 	require.GreaterOrEqual(t, oracle, 0.8*by["prefix_aware"].BestRate())
 	require.Greater(t, by["prefix_aware"].HitRate(), 1.2*by["round_robin"].HitRate())
 	require.Greater(t, by["session"].HitRate(), 1.1*by["round_robin"].HitRate())
-	require.Less(t, by["least_loaded"].Prefill.Max, 1.5)
+	require.Less(t, by["least_loaded"].Prefill, 1.5)
 	for name, r := range by {
 		require.LessOrEqual(t, r.HitRate(), r.BestRate()+0.05, name)
-		require.Less(t, r.Decode.Max, 2.0, name)
+		require.Less(t, r.Decode, 2.0, name)
 	}
 }
 
@@ -89,7 +89,8 @@ func TestFaults(t *testing.T) {
 		case MissedEvents:
 			require.Positive(t, r.Traffic.Gaps)
 			require.Positive(t, r.Traffic.Replayed)
-			require.InDelta(t, sound.HitRate(), r.HitRate(), 0.03, "replays have what was missed")
+			require.Zero(t, r.Traffic.Lost, "replays have what was missed")
+			require.InDelta(t, sound.HitRate(), r.HitRate(), 0.03)
 		case LostEvents, RepeatedEvents:
 			require.Positive(t, r.Traffic.Lost, f)
 			require.GreaterOrEqual(t, r.HitRate(), 0.8*sound.HitRate(), "the history decides")
@@ -106,6 +107,22 @@ func TestFaults(t *testing.T) {
 			require.Equal(t, r.Requests, r.Answered, f)
 		}
 	}
+}
+
+// TestWaiting: requests wait while decode instances are full, and fail at once while there is none to be had.
+func TestWaiting(t *testing.T) {
+	o := small()
+	o.Instances, o.Blocks, o.Requests, o.Rate = 2, 2*minBlocks, 400, 1000
+	r := run(t, o)
+	require.Empty(t, r.Violations)
+	require.Greater(t, r.Answered, maxInFlight, "they came in a fifth of a second")
+
+	o.Rate, o.Fault = 0.5, RacksFail
+	o.Requests = 200
+	r = run(t, o)
+	require.Empty(t, r.Violations)
+	require.Equal(t, r.Requests, r.Answered+r.Failed)
+	require.GreaterOrEqual(t, r.Failed, 4, "of about eight that come while both instances are down")
 }
 
 // TestGrowth: what comes to a router grows no faster than the number of instances.
@@ -136,7 +153,7 @@ func grow(t *testing.T, m Mutant) (sizes []Size) {
 // superlinear lists what grows faster than the number of instances.
 func superlinear(sizes []Size) (list []string) {
 	for i, kind := range sizes[0].Rates() {
-		if Growth(sizes, func(r *Result) float64 { return r.Rates()[i].Second }) > 1.1 {
+		if exponent, ok := Growth(sizes, func(r *Result) float64 { return r.Rates()[i].Second }); ok && exponent > 1.1 {
 			list = append(list, kind.Name)
 		}
 	}

@@ -20,7 +20,8 @@ type flight struct {
 	life    int
 	prefill *part
 	decode  *part
-	tries   int  // at decode instances
+	choices int  // of instances for an attempt
+	tries   int  // that decode instances have taken and not answered
 	begun   bool // the client has seen a token
 }
 
@@ -44,7 +45,8 @@ func (w *world) arrive(t *turn) {
 	f.attempt()
 }
 
-// attempt chooses instances and sends the request to the first of them. While none can be had it waits.
+// attempt chooses instances and sends the request to the first of them. While decode instances are full it waits, and if none can
+// be had otherwise it fails.
 func (f *flight) attempt() {
 	f.prefill, f.decode = nil, nil
 	ok := f.front.choose(f)
@@ -53,15 +55,14 @@ func (f *flight) attempt() {
 		ok = f.front.choose(f)
 	}
 	if !ok {
-		if f.w.now-f.turn.at > patience || f.tries >= attempts {
+		if f.w.now-f.turn.at > patience || !f.front.core.Full(f.tried) {
 			f.end(false)
 			return
 		}
-		clear(f.tried)
 		f.w.after(200*time.Millisecond, f.attempt)
 		return
 	}
-	f.tries++
+	f.choices++
 	f.w.chosen(f)
 	if f.prefill != nil {
 		f.toPrefill()
@@ -123,9 +124,7 @@ func (f *flight) toDecode() {
 	}
 	if f.source == nil || !f.source.up || f.source.life != f.life { // nobody has what the ticket promises
 		d.at.compute(f, func(cached int) {
-			if f.source == nil {
-				f.w.computed(f, d, cached)
-			}
+			f.w.computed(f, d, cached)
 			f.generate()
 		})
 		return
@@ -168,11 +167,13 @@ func (f *flight) broke(m *machine) {
 		}
 		f.toPrefill()
 	case f.decode != nil && f.decode.at == m:
+		f.tries++
+		f.from, f.source = policy.None, nil // a ticket is used once
 		f.retry(f.decode)
 	}
 }
 
-// retry tries another decode instance, unless the client has seen a part of the answer.
+// retry tries another decode instance, unless the client has seen a part of the answer. One that refuses connections costs no try.
 func (f *flight) retry(d *part) {
 	f.front.failed(d)
 	f.decode = nil

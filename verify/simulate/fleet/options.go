@@ -50,7 +50,7 @@ func (o *Options) Check() error {
 	if o.Instances < 2 || o.Instances > MaxInstances {
 		problem = errors.Join(problem, fmt.Errorf("instances is %d, want 2 to %d", o.Instances, MaxInstances))
 	} else if o.capacity() < minBlocks {
-		problem = errors.Join(problem, fmt.Errorf("blocks is %d, want at least %d for each instance", o.Blocks, minBlocks))
+		problem = errors.Join(problem, fmt.Errorf("blocks is %d for %d instances, want at least %d for each", o.Blocks, o.Instances, minBlocks))
 	}
 	return problem
 }

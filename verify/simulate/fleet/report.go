@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
 	"text/tabwriter"
 
 	"github.com/kvport/kvport/engine/router/policy"
@@ -67,12 +68,32 @@ type Size struct {
 	*Result
 }
 
-// Sizes plays fleets of several sizes, each with as many requests and blocks an instance as the options say.
+// sized are the options of a fleet of another size, with as many requests and blocks for each instance.
+func (o *Options) sized(instances int) Options {
+	one := *o
+	one.Instances, one.Blocks, one.Requests = instances, o.Blocks/o.Instances*instances, max(1, o.Requests/o.Instances)*instances
+	return one
+}
+
+// CheckSizes says what is wrong with the sizes of fleets, or with a fleet of one of them. The options alone must be good but for
+// their number of blocks.
+func CheckSizes(o Options, sizes []int) error {
+	for i, n := range sizes {
+		if slices.Contains(sizes[:i], n) {
+			return fmt.Errorf("size %d is there twice", n)
+		}
+		one := o.sized(n)
+		if err := one.Check(); err != nil {
+			return fmt.Errorf("size %d: %w", n, err)
+		}
+	}
+	return nil
+}
+
+// Sizes plays fleets of several sizes, each with as many requests and blocks for each instance as the options say.
 func Sizes(ctx context.Context, o Options, sizes []int, done func(Size)) error {
 	for _, n := range sizes {
-		one := o
-		one.Instances, one.Blocks, one.Requests = n, o.Blocks/o.Instances*n, max(1, o.Requests/o.Instances)*n
-		r, err := Run(ctx, one)
+		r, err := Run(ctx, o.sized(n))
 		if err != nil {
 			return err
 		}
@@ -104,8 +125,8 @@ func (r *Result) Rates() []Rate {
 }
 
 // Growth is the exponent with which something grows with the number of instances: 1 means that twice as many instances make
-// twice as much. It is the slope of a line through the logarithms of what the sizes have.
-func Growth(sizes []Size, of func(*Result) float64) float64 {
+// twice as much. It is the slope of a line through the logarithms of what the sizes have. ok is false if fewer than two have any.
+func Growth(sizes []Size, of func(*Result) float64) (exponent float64, ok bool) {
 	var n, x, y, xx, xy float64
 	for _, s := range sizes {
 		is := of(s.Result)
@@ -116,18 +137,18 @@ func Growth(sizes []Size, of func(*Result) float64) float64 {
 		n, x, y, xx, xy = n+1, x+a, y+b, xx+a*a, xy+a*b
 	}
 	if n < 2 {
-		return 0
+		return 0, false
 	}
-	return (n*xy - x*y) / (n*xx - x*x)
+	return (n*xy - x*y) / (n*xx - x*x), true
 }
 
 // FleetTable writes the rows of fleets that were played by the same trace.
 func FleetTable(out io.Writer, rows []Row) error {
 	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "\thits\tbest\tmissing\tprefill max\tp99\tdecode max\tp99\tTTFT ms\tp99\tretries\tfailed\tgaps\tforgotten\t")
+	fmt.Fprintln(t, "\thits\tbest\tmissing\tprefill max\tdecode max\tTTFT ms\tp99\tretries\tfailed\tgaps\tforgotten\t")
 	for _, r := range rows {
-		fmt.Fprintf(t, "%s\t%.1f %%\t%.1f %%\t%.1f %%\t%.2f\t%.2f\t%.2f\t%.2f\t%.0f\t%.0f\t%d\t%d\t%d\t%d\t\n", r.Name,
-			100*r.HitRate(), 100*r.BestRate(), 100*r.OverRate(), r.Prefill.Max, r.Prefill.P99, r.Decode.Max, r.Decode.P99,
+		fmt.Fprintf(t, "%s\t%.1f %%\t%.1f %%\t%.1f %%\t%.2f\t%.2f\t%.0f\t%.0f\t%d\t%d\t%d\t%d\t\n", r.Name,
+			100*r.HitRate(), 100*r.BestRate(), 100*r.OverRate(), r.Prefill, r.Decode,
 			r.MeanTTFT, r.P99TTFT, r.Retries, r.Failed, r.Traffic.Gaps, r.Traffic.Lost)
 	}
 	return t.Flush()
@@ -149,7 +170,11 @@ func GrowthTable(out io.Writer, sizes []Size) error {
 		for _, s := range sizes {
 			fmt.Fprintf(t, "%.1f\t", s.Rates()[i].Second)
 		}
-		fmt.Fprintf(t, "%.3f\t\n", Growth(sizes, func(r *Result) float64 { return r.Rates()[i].Second }))
+		if exponent, ok := Growth(sizes, func(r *Result) float64 { return r.Rates()[i].Second }); ok {
+			fmt.Fprintf(t, "%.3f\t\n", exponent)
+		} else {
+			fmt.Fprint(t, "-\t\n")
+		}
 	}
 	return t.Flush()
 }

@@ -1,7 +1,6 @@
 package fleet
 
 import (
-	"math"
 	"runtime"
 	"slices"
 )
@@ -20,7 +19,7 @@ type Result struct {
 	BestTokens   int // tokens in the cache that had most, of instances of the same role, at the time of the choice
 	BestOf       int // tokens of the prompts for which that was looked up
 
-	Prefill, Decode Balance
+	Prefill, Decode float64 // what the busiest instance of the role has computed, by time, as a multiple of the mean
 	MeanTTFT        float64 // milliseconds
 	P99TTFT         float64
 	Traffic         Traffic // of all routers
@@ -30,12 +29,6 @@ type Result struct {
 	Violations      []string
 
 	Measured *Measured // nil: without a clock
-}
-
-// Balance is how evenly the instances of a role have worked, by the time in which they computed.
-type Balance struct {
-	Max float64 // of the mean
-	P99 float64
 }
 
 // Traffic is what goes to routers, in messages unless it says otherwise.
@@ -131,26 +124,25 @@ func (w *world) measure(bytes int) {
 	if spent > 0 {
 		m.DecisionsPerSecond = float64(w.result.Traffic.Decisions) / spent
 	}
+	runtime.GC()
 	var memory runtime.MemStats
 	runtime.ReadMemStats(&memory)
 	m.HeapBytes = memory.HeapInuse
 	w.result.Measured = m
 }
 
-// balance is how evenly the instances of a role have worked.
-func (w *world) balance(prefill bool) (b Balance) {
-	var busy []float64
-	sum := 0.0
+// balance is what the busiest instance of a role has computed, as a multiple of the mean; 0: none has computed anything.
+func (w *world) balance(prefill bool) float64 {
+	most, sum, n := 0.0, 0.0, 0
 	for _, m := range w.machines {
 		if m.prefill == prefill {
-			busy = append(busy, m.busy.Seconds())
+			most = max(most, m.busy.Seconds())
 			sum += m.busy.Seconds()
+			n++
 		}
 	}
 	if sum == 0 {
-		return b
+		return 0
 	}
-	slices.Sort(busy)
-	mean, n := sum/float64(len(busy)), len(busy)
-	return Balance{Max: busy[n-1] / mean, P99: busy[int(math.Ceil(float64(n)*0.99))-1] / mean}
+	return most * float64(n) / sum
 }
