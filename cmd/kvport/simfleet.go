@@ -140,7 +140,7 @@ func (f *simFleetFlags) table(ctx context.Context, out io.Writer, name string) (
 	if name == tableGrowth {
 		err = fleet.GrowthTable(out, sizes)
 	} else {
-		err = fleet.FleetTable(out, rows)
+		err = fleet.Table(out, rows)
 	}
 	if f.measure {
 		err = errors.Join(err, fleet.MeasuredTable(out, rows))

@@ -68,7 +68,7 @@ func TestSimFleetSizes(t *testing.T) {
 	for want, args := range map[string][]string{
 		"size 4: blocks is 240 for 4 instances, want at least 512 for each": {},
 		"size 5000: instances is 5000":                                      {"--blocks", "60000", "--sizes", "5000"},
-		"size 10 is there twice":                                            {"--blocks", "60000", "--sizes", "10,10"},
+		"size 10 appears twice":                                             {"--blocks", "60000", "--sizes", "10,10"},
 	} {
 		code, text, stderr := runFleet(args...)
 		require.Equal(t, exitUsage, code, want)

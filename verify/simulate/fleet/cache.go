@@ -1,5 +1,7 @@
 package fleet
 
+import "slices"
+
 // cache is the prefix cache of an instance, by the keys of blocks. The block that was not used for longest is evicted, and of a
 // prompt the last one first, so that the beginning of whatever is there is there as well.
 type cache struct {
@@ -49,12 +51,12 @@ func (c *cache) held(blocks []uint64, least int) int {
 // use makes all blocks of a prompt those that were used last. It returns how many at the beginning were there, and what was evicted.
 func (c *cache) use(blocks []uint64) (held int, evicted []uint64) {
 	held = c.held(blocks, 0)
-	for i := len(blocks) - 1; i >= 0; i-- { // the beginning is the newest
-		at, is := c.slots[blocks[i]]
+	for _, block := range slices.Backward(blocks) { // the beginning is the newest
+		at, is := c.slots[block]
 		if is {
 			c.unlink(at)
 		} else {
-			at = c.take(blocks[i])
+			at = c.take(block)
 		}
 		c.link(at)
 	}

@@ -38,7 +38,7 @@ func run(t testing.TB, o Options) *Result {
 func table(t *testing.T, rows []Row) {
 	t.Helper()
 	var text strings.Builder
-	require.NoError(t, FleetTable(&text, rows))
+	require.NoError(t, Table(&text, rows))
 	t.Logf("\n%s", text.String())
 }
 
@@ -166,7 +166,8 @@ func TestEqualSeeds(t *testing.T) {
 	o.Requests = 600
 	for _, f := range []Fault{NoFault, RacksFail, MissedEvents, TwoRouters} {
 		o.Fault = f
-		require.Equal(t, run(t, o), run(t, o), f)
+		once, again := run(t, o), run(t, o)
+		require.Equal(t, once, again, f)
 	}
 	other := o
 	other.Seed++
@@ -204,7 +205,8 @@ func TestMutants(t *testing.T) {
 				require.Equal(t, []string{"registrations"}, superlinear(grow(t, m)))
 			case TimeInTrace:
 				o.Requests = 100
-				require.NotEqual(t, run(t, o), run(t, o))
+				once, again := run(t, o), run(t, o)
+				require.NotEqual(t, once, again)
 			default:
 				got := strings.Join(run(t, o).Violations, "\n")
 				require.Contains(t, got, kinds[m]+":")

@@ -18,7 +18,7 @@ const (
 	StickyToDead                     // instances count as healthy although they are down
 	LoadCountedTwice                 // a request counts at two instances of a role and runs at one
 	LoadNeverEnds                    // a request that failed counts as one that runs
-	RequestLost                      // a request is answered, and nobody hears of it
+	RequestLost                      // a request is answered, and nobody learns of it
 	LeaseForever                     // nobody looks for registrations that are too old
 	LeaseTooShort                    // a registration is good for less than the time between two
 	RegistrationsFlood               // with each registration all other instances register, too

@@ -75,12 +75,12 @@ func (o *Options) sized(instances int) Options {
 	return one
 }
 
-// CheckSizes says what is wrong with the sizes of fleets, or with a fleet of one of them. The options alone must be good but for
+// CheckSizes says what is wrong with the sizes of fleets, or with a fleet of one of them. The options alone must be good except
 // their number of blocks.
 func CheckSizes(o Options, sizes []int) error {
 	for i, n := range sizes {
 		if slices.Contains(sizes[:i], n) {
-			return fmt.Errorf("size %d is there twice", n)
+			return fmt.Errorf("size %d appears twice", n)
 		}
 		one := o.sized(n)
 		if err := one.Check(); err != nil {
@@ -116,8 +116,12 @@ func (r *Result) Rates() []Rate {
 		name string
 		n    int
 	}{
-		{"registrations", t.Registrations + t.Refused}, {"health checks", t.Probes}, {"batches of events", t.Batches},
-		{"blocks stored", t.Stored}, {"blocks removed", t.Removed}, {"decisions", t.Decisions},
+		{"registrations", t.Registrations + t.Refused},
+		{"health checks", t.Probes},
+		{"batches of events", t.Batches},
+		{"blocks stored", t.Stored},
+		{"blocks removed", t.Removed},
+		{"decisions", t.Decisions},
 	} {
 		list = append(list, Rate{one.name, float64(one.n) / r.Seconds})
 	}
@@ -142,8 +146,8 @@ func Growth(sizes []Size, of func(*Result) float64) (exponent float64, ok bool) 
 	return (n*xy - x*y) / (n*xx - x*x), true
 }
 
-// FleetTable writes the rows of fleets that were played by the same trace.
-func FleetTable(out io.Writer, rows []Row) error {
+// Table writes the rows of fleets that were played by the same trace.
+func Table(out io.Writer, rows []Row) error {
 	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "\thits\tbest\tmissing\tprefill max\tdecode max\tTTFT ms\tp99\tretries\tfailed\tgaps\tforgotten\t")
 	for _, r := range rows {

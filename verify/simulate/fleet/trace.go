@@ -166,6 +166,7 @@ func (t *talks) Push(x any) {
 	c, _ := x.(*talk)
 	*t = append(*t, c)
 }
+
 func (t *talks) Pop() any {
 	last := (*t)[len(*t)-1]
 	*t = (*t)[:len(*t)-1]

@@ -53,6 +53,7 @@ func (h *happenings) Push(x any) {
 	one, _ := x.(happening)
 	*h = append(*h, one)
 }
+
 func (h *happenings) Pop() any {
 	last := (*h)[len(*h)-1]
 	(*h)[len(*h)-1] = happening{}
