@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/verify/cluster"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // plugin is the launcher that hosts start.
@@ -22,10 +23,8 @@ func plugin(t *testing.T) string {
 	t.Helper()
 	path, err := filepath.Abs("kvport-nodestore")
 	require.NoError(t, err)
-	cmd := exec.CommandContext(t.Context(), path, "--manifest")
-	cmd.Env = []string{} // as a host starts it
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Skipf("THE CONNECTOR FOR NODE.JS IS NOT TESTED: %v: %s", err, out)
+	if err := testkit.Starts(t, path); err != nil {
+		t.Skipf("THE CONNECTOR FOR NODE.JS IS NOT TESTED: %v", err)
 	}
 	return path
 }

@@ -48,22 +48,11 @@ func plugins(t *testing.T) map[string]string {
 		programs["python"] = filepath.Join(examples, "python", "kvport-pystore")
 	}
 	programs["nodejs"] = filepath.Join(examples, "nodejs", "kvport-nodestore")
-	if err := hasNode(t); err != nil {
+	if err := testkit.Starts(t, programs["nodejs"]); err != nil {
 		t.Logf("THE EXAMPLE FOR NODE.JS IS NOT TESTED: %v", err)
 		delete(programs, "nodejs")
 	}
 	return programs
-}
-
-// hasNode looks for a Node.js as a host does: with nothing in the environment.
-func hasNode(t *testing.T) error {
-	t.Helper()
-	cmd := exec.CommandContext(t.Context(), filepath.Join(testkit.Root(t), "examples", "nodejs", "kvport-nodestore"), "--manifest")
-	cmd.Env = []string{}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("%w: %s", err, out)
-	}
-	return nil
 }
 
 // descriptors reads a descriptor set.
@@ -194,10 +183,10 @@ func recordFiles(t *testing.T, name, program string) {
 
 // TestWrongPlugins: each mistake in the example for Node.js is noticed by a transcript.
 func TestWrongPlugins(t *testing.T) {
-	if err := hasNode(t); err != nil {
+	right := filepath.Join(testkit.Root(t), "examples", "nodejs")
+	if err := testkit.Starts(t, filepath.Join(right, "kvport-nodestore")); err != nil {
 		t.Skipf("WRONG PLUGINS ARE NOT TESTED: %v", err)
 	}
-	right := filepath.Join(testkit.Root(t), "examples", "nodejs")
 	for name, m := range map[string]struct{ file, from, to, transcript string }{
 		"refuses newer fields":  {"protobuf.mjs", "continue; // a newer host", `throw new Malformed("unknown");`, "newer"},
 		"answers an old kind":   {"session.mjs", "!kind || ", "", "newer"},
