@@ -69,6 +69,7 @@ func (c *Child) Masked() []string {
 		cost  string
 	}{
 		{connector.CanLayers, c.Role.Saves(), "blocks are saved when the step is computed"},
+		{connector.CanOverlap, c.Role.Loads(), "blocks are used when all of their layers are there"},
 	} {
 		if c.Info.Capabilities&m.power != 0 && m.used {
 			out = append(out, fmt.Sprintf("%v: %s", m.power, m.cost))

@@ -40,7 +40,7 @@ func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err erro
 	return views[0], free, nil
 }
 
-// board maps the counters of SaveLayers. It returns nil if the host has none. free waits until nobody reads
+// board maps the counters of SaveLayers and LoadLayers. It returns nil if the host has none. free waits until nobody reads
 // them.
 func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, err error) {
 	if want.Size == 0 {

@@ -11,7 +11,11 @@ import (
 // token after chunk i (ignored where none was wanted). It returns what the host must know now, nil
 // if nothing.
 func (s *Scheduler) Commit(sampled []int32) *connector.Step {
-	for i, c := range s.chunks {
+	for i := range s.chunks {
+		c := &s.chunks[i]
+		if !s.counts(c) {
+			continue
+		}
 		r := c.seq
 		r.computed += len(c.Tokens)
 		s.completed(r)
@@ -96,6 +100,7 @@ func (s *Scheduler) Loaded(step uint64, id connector.RequestID, failed []connect
 		return // unknown, or aborted meanwhile
 	}
 	r, valid := h.seq, s.valid(h, failed)
+	r.arriving = nil
 	r.computed, r.state = valid, ready
 	if r.generated() == 0 {
 		r.external = valid - h.from
@@ -148,7 +153,7 @@ func (s *Scheduler) Lost(step uint64, id connector.RequestID, load bool) {
 	default:
 		s.stats.FailedLoads++
 		s.preempt(r)
-		r.barred, r.private = true, false
+		r.barred, r.private, r.arriving = true, false, nil
 	}
 }
 

@@ -69,13 +69,14 @@ type seq struct {
 	full     int // leading blocks that were complete already: found, loaded or reported as computed
 	handed   int // leading blocks that the step under way completes and that were handed over to be saved
 
-	asked   int                // Computed of the question that match answers, -1: none
-	match   connector.Match    // the connector's offer
-	barred  bool               // a load left nothing valid: asking again would end the same way
-	replace int                // tokens before this one were found damaged in the store
-	tail    connector.BlockKey // see Scheduler.Tail
-	private bool               // the load under way began before Forget: what it brings is not published
-	clean   int                // tokens behind these are not saved, published or handed over: nobody has verified what they depend on (rule TAINT-02)
+	asked    int                // Computed of the question that match answers, -1: none
+	match    connector.Match    // the connector's offer
+	barred   bool               // a load left nothing valid: asking again would end the same way
+	replace  int                // tokens before this one were found damaged in the store
+	tail     connector.BlockKey // see Scheduler.Tail
+	arriving *handover          // the load under way, if the request can be computed while it lasts
+	private  bool               // the load under way began before Forget: what it brings is not published
+	clean    int                // tokens behind these are not saved, published or handed over: nobody has verified what they depend on (rule TAINT-02)
 
 	local, external int
 

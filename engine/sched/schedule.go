@@ -14,6 +14,7 @@ type Chunk struct {
 	Start   int                   // position of the first
 	Blocks  [][]connector.BlockID // by group; -1 where a block is not needed any more
 	Sample  bool                  // the token after the last one is wanted
+	Early   bool                  // the KV before it is still being loaded, layer by layer
 
 	seq *seq
 }
@@ -34,7 +35,7 @@ func (s *Scheduler) Schedule() ([]Chunk, *connector.Step) {
 			budget -= s.plan(r, budget)
 		}
 	}
-	s.admit(budget)
+	s.overlap(s.admit(budget))
 	return s.chunks, s.takeStep()
 }
 
@@ -98,8 +99,9 @@ func (s *Scheduler) preempt(r *seq) {
 
 // admit brings queued requests into the batch, in order of arrival, while there are places, blocks
 // and tokens left. A request that must be asked about first, or whose answer was Later, is passed
-// over; one that does not fit keeps those behind it waiting, so that it gets its turn. A cache query needs no place.
-func (s *Scheduler) admit(budget int) {
+// over; one that does not fit keeps those behind it waiting, so that it gets its turn. A cache query needs no place. It
+// returns what is left of the budget.
+func (s *Scheduler) admit(budget int) (left int) {
 	full := s.slots() == 0
 	for _, r := range slices.Clone(s.queue) {
 		switch {
@@ -128,6 +130,7 @@ func (s *Scheduler) admit(budget int) {
 		budget -= s.plan(r, budget)
 		full = full || s.slots() == 0
 	}
+	return budget
 }
 
 // tell ends a cache query, unless the connector has yet to answer: it says what a request would get now. It has blocks
