@@ -65,7 +65,7 @@ func TestLoadLayers(t *testing.T) {
 // Rule OVERLAP-01: a load that lacks a block announces nothing.
 func TestLoadLayersLacks(t *testing.T) {
 	libDir(t)
-	defer goleak.VerifyNone(t)
+	t.Cleanup(func() { goleak.VerifyNone(t) }) // after the sides are closed
 	rng := rand.New(rand.NewPCG(7, 8))
 	p, d := open(t, connector.RoleProducer, Config{}, nil), open(t, connector.RoleConsumer, Config{Mode: modePull}, nil)
 	d.w.(*worker).rank.stageBytes = 1
