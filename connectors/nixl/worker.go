@@ -193,7 +193,7 @@ func (p *reads) lacking() error {
 
 // plan finds the producer's block for each of a transfer's, by its place in the prompt. One whose key is
 // another is missing. Errors wrap connector.ErrIncompatible.
-// With stageBytes, layers are read one after the other, in stages of at least so many bytes.
+// With stageBytes, layers are read one after the other, in stages of at least that many bytes.
 func plan(kv *connector.KV, t *connector.Transfer, a *answer, stageBytes uint64) (*reads, error) {
 	l := kv.Layout()
 	if err := sameShape(l, a); err != nil {

@@ -66,7 +66,7 @@ type (
 		Computing bool
 		Layers    int
 		GivenUp   bool
-		// Overlap says that the engine may use layers of the load before it is over: Verified tells of each.
+		// Overlap says that the engine may use layers of the load before it is over: Verified reports each.
 		Overlap bool
 	}
 	// Advance says that more layers are final of what a call with Computing saves, or that no more will be.

@@ -80,7 +80,7 @@ func (b *Tracker) overlaps(c *call, check []connector.Block) bool {
 	return b.cfg.Overlap && o.kind == Load && o.source == nil && b.landing == nil && check != nil && !o.canceled
 }
 
-// Verified says that n layers of all that a call with Overlap loads have arrived and are right. The engine hears of a
+// Verified says that n layers of all that a call with Overlap loads have arrived and are right. The engine is told about a
 // layer when every call has it. From then on the load is not tried again, since that would write the blocks while they
 // are read: it ends well or it fails.
 func (b *Tracker) Verified(now time.Time, id CallID, n int) []Action {

@@ -103,7 +103,7 @@ func overlapped(t *testing.T, ranks int) *bench {
 	return newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap = ranks, 2, true })
 }
 
-// Rule OVERLAP-03: the engine hears of a layer when it is verified on every rank, and of none once a block has failed.
+// Rule OVERLAP-03: the engine is told about a layer when it is verified on every rank, and of none once a block has failed.
 func TestVerifiedOnEveryRank(t *testing.T) {
 	b := overlapped(t, 2)
 	b.start(Load, 2)
