@@ -78,7 +78,7 @@ def commit():
 
 def soaked():
     """The packages in which a test reads KVPORT_SOAK, by itself or through the rig of acceptance tests, and those with failpoints."""
-    reads = re.compile(r"KVPORT_SOAK|\brig\.Count\(")
+    reads = re.compile(r"KVPORT_SOAK|\brig\.(Count|New)\(")
     found = {path.parent for path in ROOT.rglob("*_test.go") if ".deps" not in path.parts and reads.search(path.read_text())}
     return sorted({"./" + str(folder.relative_to(ROOT)) for folder in found} | set(FAULTED))
 

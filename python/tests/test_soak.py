@@ -88,3 +88,10 @@ def test_rows_have_no_folders_of_this_machine(soak):
     logged = ["", f"plugin {temporary}: a version | too old", f"in {soak.ROOT / 'bin' / 'kvport'}"]
     assert soak.told(logged) == "plugin kvport-store: a version \\| too old; in kvport"
     assert soak.told([""]) == "passed"
+
+
+def test_packages_whose_tests_count_by_the_rig_are_soaked(soak):
+    tests = [path for path in soak.ROOT.rglob("*_test.go") if ".deps" not in path.parts]
+    users = {"./" + str(path.parent.relative_to(soak.ROOT)) for path in tests if '/verify/acceptance/rig"' in path.read_text()}
+    assert "./plugins/lmcache" in users
+    assert users <= set(soak.soaked())
