@@ -123,7 +123,7 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	ended := make(chan [2]result, 1)
 	go func() { ended <- [2]result{collect(running), collect(waiting)} }()
 	var aborted [2]result
-	require.Eventually(t, func() bool { // without pauses the steps could reach the last token before anybody hears of the end of ctx
+	require.Eventually(t, func() bool { // without pauses the steps could reach the last token before the engine learns that ctx is over
 		select {
 		case g.open <- struct{}{}:
 		case aborted = <-ended:
