@@ -61,7 +61,7 @@ func (l *loop) awaitLayer(patience context.Context, chunks []sched.Chunk, layer 
 
 // awaitLoads waits for the ends of the loads that early chunks depend on: until then nothing that was computed counts.
 func (l *loop) awaitLoads(patience context.Context, chunks []sched.Chunk) {
-	for slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return c.Early && l.sched.Loading(c.Request) }) {
+	for slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return c.Early && l.arriving[c.Request] != nil }) {
 		select {
 		case ev, open := <-l.events:
 			l.event(ev, open)

@@ -74,7 +74,7 @@ func TestOverlapFails(t *testing.T) {
 	for i, req := range prefill(t, p, reqs) {
 		require.Equal(t, want[i], collect(submit(t, d, req)).tokens, "request %d", i)
 	}
-	require.EqualValues(t, len(reqs), d.metric(t, "kvport_failed_loads_total", ""))
+	require.Equal(t, len(reqs), d.metric(t, "kvport_failed_loads_total", ""))
 	released(t, p)
 	requireIdle(t, d)
 }
@@ -127,5 +127,5 @@ type hookedRanks struct {
 func (h *hookedRanks) ForwardRanks(batch *model.Batch, ranks []*connector.KV) error {
 	b := *batch
 	b.AfterLayer = h.after
-	return h.Model.(model.Sharded).ForwardRanks(&b, ranks) //nolint:forcetypeassert // the model of the test is
+	return h.Model.(model.Sharded).ForwardRanks(&b, ranks)
 }

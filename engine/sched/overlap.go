@@ -18,30 +18,15 @@ func (s *Scheduler) Arriving(step uint64, id connector.RequestID) {
 	}
 }
 
-// Loading says whether a request is parked because of a load.
-func (s *Scheduler) Loading(id connector.RequestID) bool {
-	r := s.live[id]
-	return r != nil && r.state == loading
-}
-
 // overlap adds early chunks to the step while there are places and tokens left. It adds none beside blocks that are
 // saved while they are computed: what such a step computes may not be computed once more.
 func (s *Scheduler) overlap(budget int) {
 	places := s.cfg.MaxSeqs - len(s.running)
 	for _, r := range s.queue {
-		if len(s.step.Computing) > 0 || budget <= 0 || places <= 0 {
-			return
+		if r.state == loading && r.arriving != nil && budget > 0 && places > 0 && len(s.step.Computing) == 0 {
+			budget -= s.chunk(r, r.arriving.to, budget, true)
+			r.arriving, places = nil, places-1
 		}
-		if r.state != loading || r.arriving == nil {
-			continue
-		}
-		from := r.arriving.to
-		n := min(len(r.tokens)-from, budget)
-		s.chunks = append(s.chunks, Chunk{
-			Request: r.ID, Tokens: r.tokens[from : from+n], Start: from, Blocks: r.table, Sample: from+n == len(r.tokens), Early: true, seq: r,
-		})
-		r.arriving = nil
-		budget, places = budget-n, places-1
 	}
 }
 
@@ -51,17 +36,12 @@ func (s *Scheduler) Postpone() []Chunk {
 	return s.chunks
 }
 
-// counts says whether a chunk was computed from what the request has. An early one joins the batch.
-func (s *Scheduler) counts(c *Chunk) bool {
-	r := c.seq
-	switch {
-	case !c.Early:
-		return true
-	case r.state != ready || r.computed != c.Start:
-		return false
+// confirm says whether an early chunk counts: its load has brought all that it was computed from. Its request joins the batch.
+func (s *Scheduler) confirm(c *Chunk) bool {
+	counts := c.seq.state == ready && c.seq.computed == c.Start
+	if counts {
+		s.join(c.seq)
+		s.stats.Overlapped++
 	}
-	s.queue, s.running = remove(s.queue, r), insert(s.running, r)
-	r.state = running
-	s.stats.Overlapped++
-	return true
+	return counts
 }

@@ -55,7 +55,6 @@ func TestEarlyChunks(t *testing.T) {
 			require.Len(t, chunks, 1)
 			require.True(t, chunks[0].Early)
 			require.Equal(t, 8, chunks[0].Start)
-			require.True(t, s.Loading("a"))
 			test.end(s, step, load)
 			st := s.Commit([]int32{77})
 			out := s.Outputs()

@@ -98,12 +98,17 @@ func (r *seq) extendKeys(blockTokens int) {
 		return
 	}
 	for n := len(r.Keys); (n+1)*blockTokens <= len(r.tokens); n++ {
-		parent := r.Space.Root()
-		if n > 0 {
-			parent = r.Keys[n-1]
-		}
-		r.Keys = append(r.Keys, r.Space.Next(parent, r.tokens[n*blockTokens:(n+1)*blockTokens]))
+		r.Keys = append(r.Keys, r.address(n, r.tokens[n*blockTokens:(n+1)*blockTokens]))
 	}
+}
+
+// address is the content address of a block that holds some tokens behind the blocks before it.
+func (r *seq) address(block int, tokens []int32) connector.BlockKey {
+	parent := r.Space.Root()
+	if block > 0 {
+		parent = r.Keys[block-1]
+	}
+	return r.Space.Next(parent, tokens)
 }
 
 // tailOf is the content address of the block that holds the last of some leading tokens, if they fill it in
@@ -113,11 +118,7 @@ func (r *seq) tailOf(tokens, held, blockTokens int) connector.BlockKey {
 	if r.Space == nil || tokens%blockTokens == 0 || block > len(r.Keys) {
 		return connector.BlockKey{}
 	}
-	parent := r.Space.Root()
-	if block > 0 {
-		parent = r.Keys[block-1]
-	}
-	return r.Space.Next(parent, r.tokens[block*blockTokens:min(held, (block+1)*blockTokens)])
+	return r.address(block, r.tokens[block*blockTokens:min(held, (block+1)*blockTokens)])
 }
 
 // Tail is the content address of the partial last block of what a request began to load last, or, once it has
