@@ -12,6 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/model/sim"
+	"github.com/kvport/kvport/host"
 )
 
 // prompts are requests of several lengths, around the ends of blocks.
@@ -24,16 +25,34 @@ func prompts() (reqs []Request) {
 
 // overlapping are an engine that holds what it computes, and one that loads it layer by layer, as extra says.
 func overlapping(t *testing.T, cfg Config, extra string) (p, d *rig) {
+	return overlappingAs(t, cfg, extra, func(c Config) Config { return c })
+}
+
+// overlappingAs is overlapping with configs as a function makes them.
+func overlappingAs(t *testing.T, cfg Config, extra string, as func(Config) Config) (p, d *rig) {
 	dir := sockets(t)
-	p = start(t, peered(t, cfg, connector.RoleProducer, dir, ""))
+	p = start(t, as(peered(t, cfg, connector.RoleProducer, dir, "")))
 	cfg.PrefixCaching = false
-	return p, start(t, peered(t, cfg, connector.RoleConsumer, dir, extra))
+	return p, start(t, as(peered(t, cfg, connector.RoleConsumer, dir, extra)))
+}
+
+// composed makes a connector the first child of a MultiConnector, whose second child has nothing.
+func composed(t *testing.T, cfg Config) Config {
+	c := cfg.Connector
+	multi, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": "MultiConnector", "kv_role": %q, "kv_connector_extra_config": {"connectors": [
+		{"kv_connector": %q, "kv_role": %q, "kv_connector_extra_config": %s},
+		{"kv_connector": "TestConnector", "kv_role": %q, "kv_connector_extra_config": {"dir": %q}}]}}`,
+		c.Role, c.Connector, c.Role, c.Extra, c.Role, t.TempDir()))
+	require.NoError(t, err)
+	multi.Settings.TicketKeyFile = c.Settings.TicketKeyFile
+	cfg.Connector = multi
+	return cfg
 }
 
 // Rule OVERLAP-03: no second layer arrives before the first one of the request is computed, and all tokens are loaded and
 // right. So the engine computes while a load lasts.
 func TestOverlap(t *testing.T) {
-	for name, cfg := range map[string]Config{"sim": simConfig(t), "tiny": tinyConfig(t), "ranks": spreadConfig(t, 2, 2, sim.ByBlock)} {
+	for name, cfg := range map[string]Config{"sim": simConfig(t), "tiny": tinyConfig(t), "ranks": spreadConfig(t, 2, 2, sim.ByBlock), "multi": simConfig(t)} {
 		t.Run(name, func(t *testing.T) {
 			reqs := prompts()
 			want := tokensOf(start(t, cfg).ask(t, reqs, 1))
@@ -50,7 +69,12 @@ func TestOverlap(t *testing.T) {
 			} else {
 				cfg.Model = &hookedRanks{Model: cfg.Model, after: open}
 			}
-			p, d := overlapping(t, cfg, fmt.Sprintf(`, "gate": %q`, gate))
+			p, d := overlappingAs(t, cfg, fmt.Sprintf(`, "gate": %q`, gate), func(c Config) Config {
+				if name == "multi" {
+					return composed(t, c)
+				}
+				return c
+			})
 			for i, req := range prefill(t, p, reqs) {
 				_ = os.Remove(gate)
 				got := collect(submit(t, d, req))
