@@ -64,7 +64,7 @@ func TestMixedLoad(t *testing.T) {
 	for _, a := range acts() {
 		require.Positive(t, m.done[a.name], "%s: it never happened", a.name)
 	}
-	table, grows, err := watch.Trends()
+	table, grows, err := watch.Trends(os.Stderr)
 	require.NoError(t, err)
 	for line := range strings.Lines(table) {
 		t.Log(strings.TrimSpace(line))

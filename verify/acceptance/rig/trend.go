@@ -14,11 +14,15 @@ import (
 type Trend struct {
 	Slope, Low, High float64
 	Level            float64 // the median of all windows
+	Minutes          float64 // it was looked at
 }
 
 const (
 	trendWindows = 30
 	trendOutside = 10 // one of so many slopes at either end
+	// trendShare of the level is what the memory of a process may gain in all and count as the same: its allocator keeps pages that it
+	// has once had, and takes the next one when it happens to have no hole of that size.
+	trendShare = 0.01
 )
 
 // TrendOf gives the trend of values that were taken at equal distances over so many minutes, at least one for each of 30 windows.
@@ -39,7 +43,7 @@ func TrendOf(values []float64, minutes float64) (t Trend, err error) {
 	}
 	slices.Sort(slopes)
 	at := len(slopes) / trendOutside
-	return Trend{Slope: median(slopes), Low: slopes[at], High: slopes[len(slopes)-1-at], Level: median(windows)}, nil
+	return Trend{Slope: median(slopes), Low: slopes[at], High: slopes[len(slopes)-1-at], Level: median(windows), Minutes: minutes}, nil
 }
 
 // median leaves the values in their order.
@@ -48,8 +52,8 @@ func median(values []float64) float64 {
 	return (sorted[(len(sorted)-1)/2] + sorted[len(sorted)/2]) / 2
 }
 
-// Grows says whether the growth cannot be noise.
-func (t Trend) Grows() bool { return t.Low > 0 }
+// Grows says whether the growth cannot be noise: what was gained for sure is more than a hundredth of the level.
+func (t Trend) Grows() bool { return t.Low*t.Minutes > trendShare*t.Level }
 
 // String tells the level, the slope and the interval.
 func (t Trend) String() string {

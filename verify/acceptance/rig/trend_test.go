@@ -36,6 +36,7 @@ func TestTrend(t *testing.T) {
 			return 30_000 + 2_048*float64(i/(samples/3)) + 100*rng.NormFloat64()
 		}, false},
 		{"windows that hang together", wandering(), false},
+		{"a page now and then", func(_ *rand.Rand, i int) float64 { return 30_000 + 4*float64(i/20) }, false},
 		{"it falls", func(rng *rand.Rand, i int) float64 { return 30_000 - 10*float64(i) + 100*rng.NormFloat64() }, false},
 		{"a slow leak", func(rng *rand.Rand, i int) float64 { return 30_000 + 25*float64(i) + 1_000*rng.NormFloat64() }, true},
 		{"a leak under a saw", func(_ *rand.Rand, i int) float64 { return 30_000 + 25*float64(i) + float64(i*1237%4_000) }, true},
@@ -45,6 +46,7 @@ func TestTrend(t *testing.T) {
 		{"many steps", func(rng *rand.Rand, i int) float64 {
 			return 30_000 + 2_048*float64(i/(samples/10)) + 100*rng.NormFloat64()
 		}, true},
+		{"little, and for sure", func(_ *rand.Rand, i int) float64 { return 30_000 + 2*float64(i) }, true},
 		{"a descriptor now and then", func(_ *rand.Rand, i int) float64 { return 40 + float64(i/(samples/8)) }, true},
 	} {
 		for seed := range uint64(200) {

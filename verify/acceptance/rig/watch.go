@@ -3,6 +3,7 @@ package rig
 import (
 	"context"
 	"fmt"
+	"io"
 	"maps"
 	"math"
 	"slices"
@@ -118,9 +119,9 @@ type tally struct {
 	most      Trend
 }
 
-// Trends are those of the second half, of each process that was there all that time and of all of a kind together: as a table,
-// and those that grow.
-func (w *Watch) Trends() (table string, grows []string, err error) {
+// Trends are those of the second half, of each process that was there all that time and of all of a kind together: as a table of the latter,
+// and those that grow. All of them go to out.
+func (w *Watch) Trends(out io.Writer) (table string, grows []string, err error) {
 	tallies := map[string]*tally{}
 	minutes := w.took.Minutes() / 2
 	for c, values := range w.columns {
@@ -132,8 +133,10 @@ func (w *Watch) Trends() (table string, grows []string, err error) {
 		if err != nil {
 			return "", nil, err
 		}
+		line := fmt.Sprintf("%s of process %d (%s of %s): %s", c.what, c.pid, c.kind, c.owner, t)
+		fmt.Fprintln(out, line)
 		if t.Grows() {
-			grows = append(grows, fmt.Sprintf("%s of process %d (%s of %s): %s", c.what, c.pid, c.kind, c.owner, t))
+			grows = append(grows, line)
 		}
 		of := c.what + " of %d " + c.kind
 		all := tallies[of]
