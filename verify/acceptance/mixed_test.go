@@ -62,6 +62,9 @@ func TestMixedLoad(t *testing.T) {
 		return
 	}
 	for _, a := range acts() {
+		if *flagConnector != "" {
+			break // one connector may have nothing that some act needs
+		}
 		require.Positive(t, m.done[a.name], "%s: it never happened", a.name)
 	}
 	table, grows, err := watch.Trends(os.Stderr)
