@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"time"
@@ -73,6 +74,16 @@ type crowdOf struct {
 	round int
 }
 
+// drawn is a text of four blocks that no other round or request has.
+func drawn(round, request uint64, vocab int) []int32 {
+	rng := rand.New(rand.NewPCG(round, request))
+	text := make([]int32, 4*blockTokens)
+	for i := range text {
+		text[i] = rng.Int32N(int32(vocab))
+	}
+	return text
+}
+
 // crowd is the time of some requests together.
 func crowd(ctx context.Context, r *runner, m model.Model, of crowdOf) (time.Duration, error) {
 	begin := time.Now()
@@ -81,7 +92,7 @@ func crowd(ctx context.Context, r *runner, m model.Model, of crowdOf) (time.Dura
 	for i := range sandboxRequests {
 		prompt := of.hit
 		if i%2 == 1 {
-			prompt = tokensOf(4*blockTokens, 5000+of.round*sandboxRequests+i, m.Spec().Vocab)
+			prompt = drawn(uint64(of.round), uint64(i), m.Spec().Vocab)
 		}
 		g.Go(func() error {
 			_, _, external, err := r.generate(ctx, prompt, sandboxAnswer)
