@@ -11,7 +11,7 @@ import (
 // wandering is noise that keeps half of what it was for seven samples.
 func wandering() func(rng *rand.Rand, i int) float64 {
 	last := 0.0
-	return func(rng *rand.Rand, i int) float64 {
+	return func(rng *rand.Rand, _ int) float64 {
 		last = 0.9*last + rng.NormFloat64()
 		return 30_000 + 500*last
 	}
