@@ -63,7 +63,7 @@ func testSimKilled(r *rig.Rig, trust string, kills, stops int) {
 		if hit {
 			met++
 		}
-		if i%50 == 49 { // who waits for all of them sees it go on
+		if i%50 == 49 { // it takes minutes
 			fmt.Fprintf(os.Stderr, "level %s: %d of %d faults, %d tokens compared\n", trust, i+1, len(faults), tokens)
 		}
 	}

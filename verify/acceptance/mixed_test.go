@@ -207,7 +207,7 @@ func (m *mix) told() string {
 	return strings.Join(parts, ", ")
 }
 
-// tell writes that down every so often, so that who waits for half an hour sees it go on.
+// tell writes that down again and again, so that somebody who waits for half an hour sees it go on.
 func (m *mix) tell(ctx context.Context, every time.Duration) {
 	began := time.Now()
 	tick := time.NewTicker(every)

@@ -29,8 +29,8 @@ func acts() []act {
 		{"answers compared", 900, complete},
 		{"requests left", 40, leave},
 		{"caches reset", 5, reset},
-		{"plugins killed", 10, func(m *mix, rng *rand.Rand, s *spot) (bool, error) { return strike(m, rng, s, syscall.SIGKILL) }},
-		{"plugins stopped", 2, func(m *mix, rng *rand.Rand, s *spot) (bool, error) { return strike(m, rng, s, syscall.SIGSTOP) }},
+		{"plugins killed", 10, func(m *mix, rng *rand.Rand, s *spot) (bool, error) { return signalPlugin(m, rng, s, syscall.SIGKILL) }},
+		{"plugins stopped", 2, func(m *mix, rng *rand.Rand, s *spot) (bool, error) { return signalPlugin(m, rng, s, syscall.SIGSTOP) }},
 		{"stored files damaged", 25, damageFile},
 		{"values of the server damaged", 10, damageValue},
 		{"tickets forged, replayed or old", 30, showTickets},
@@ -108,8 +108,8 @@ func reset(m *mix, rng *rand.Rand, s *spot) (bool, error) {
 	return resp.StatusCode == http.StatusOK, err
 }
 
-// strike sends a signal to a plugin that is not left alone, and waits until it is gone.
-func strike(m *mix, rng *rand.Rand, s *spot, signal syscall.Signal) (bool, error) {
+// signalPlugin sends a signal to a plugin that is not left alone, and waits until it is gone.
+func signalPlugin(m *mix, rng *rand.Rand, s *spot, signal syscall.Signal) (bool, error) {
 	if s.alone {
 		return false, nil
 	}

@@ -32,7 +32,7 @@ func TestSandboxKilled(t *testing.T) {
 	kills, stops := rig.Count(t, "sandboxkills", *flagSandboxKills, 4, 100), rig.Count(t, "sandboxstops", *flagSandboxStops, 2, 50)
 	temp := t.TempDir()
 	t.Setenv("TMPDIR", temp) // of the engines: plugins listen at sockets in it
-	// Who loses its parent becomes a child of this process, so that it can be counted.
+	// A process that loses its parent becomes a child of this process, so that it can be counted.
 	require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 	defer func() { require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)) }()
 
@@ -64,7 +64,7 @@ func TestSandboxKilled(t *testing.T) {
 			met++
 		}
 		require.True(t, inSandbox(r, engines[i%2]), "a plugin that is started again is in the sandbox, too")
-		if i%50 == 49 { // who waits for all of them sees it go on
+		if i%50 == 49 { // it takes minutes
 			fmt.Fprintf(os.Stderr, "%d of %d faults, %d tokens compared\n", i+1, len(faults), tokens)
 		}
 	}

@@ -19,13 +19,13 @@ type Trend struct {
 
 const (
 	trendWindows = 30
-	trendOutside = 10 // one of so many slopes at either end
+	trendOutside = 10 // one slope in ten is left out at either end
 	// trendShare of the level is what the memory of a process may gain in all and count as the same: its allocator keeps pages that it
 	// has once had, and takes the next one when it happens to have no hole of that size.
 	trendShare = 0.01
 )
 
-// TrendOf gives the trend of values that were taken at equal distances over so many minutes, at least one for each of 30 windows.
+// TrendOf gives the trend of values that were taken at equal distances over a number of minutes, at least one for each of 30 windows.
 func TrendOf(values []float64, minutes float64) (t Trend, err error) {
 	if len(values) < trendWindows {
 		return t, fmt.Errorf("a trend needs %d values, these are %d", trendWindows, len(values))

@@ -44,7 +44,7 @@ func NewWatch(roots ...*cluster.Process) *Watch {
 	return &Watch{roots: roots, columns: map[column][]float64{}}
 }
 
-// Run looks at all processes every so often until ctx is done.
+// Run looks at all processes at that interval until ctx is done.
 func (w *Watch) Run(ctx context.Context, every time.Duration) {
 	began := time.Now()
 	tick := time.NewTicker(every)
