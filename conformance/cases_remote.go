@@ -16,24 +16,35 @@ func remoteCase(id, rule, text string, body func(*rig, *server)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{Remote}, Run: rigged(0, false, func(r *rig) { body(r, r.remote()) })}
 }
 
+// redisCase is a remoteCase that changes what lies in the server, or how it runs. Where the config has a relay to another server, which
+// the suite does not know, the case does not apply.
+func redisCase(id, rule, text string, body func(*rig, *server)) Case {
+	return remoteCase(id, rule, text, func(r *rig, s *server) {
+		if s.Server == nil {
+			r.unfit("it needs a Redis server of the suite (@SERVER@ in the config)")
+		}
+		body(r, s)
+	})
+}
+
 func remoteCases() []Case {
 	return []Case{
 		remoteCase("remote-stopped", "REMOTE-01", "The server is stopped and continued during calls that have a deadline.", remoteStopped),
 		remoteCase("remote-cancelled", "REMOTE-01", "Calls are cancelled while the server is stopped.", remoteCancelled),
 		remoteCase("remote-cut-load", "REMOTE-02", "Connections are cut in the middle of loads.", remoteCutLoad),
 		remoteCase("remote-cut-save", "REMOTE-02", "Connections are cut in the middle of saves.", remoteCutSave),
-		remoteCase("remote-restart", "REMOTE-03", "The server is killed and comes back empty.", remoteRestart),
+		redisCase("remote-restart", "REMOTE-03", "The server is killed and comes back empty.", remoteRestart),
 		remoteCase("remote-away", "REMOTE-03", "Connections are refused for a while; what was stored is there afterwards.", remoteAway),
-		remoteCase("remote-length", "REMOTE-04", "Values are shorter and longer than what was saved.", remoteLength),
-		remoteCase("remote-swapped", "REMOTE-04", "Each key has the value of another.", remoteSwapped),
-		remoteCase("remote-type", "REMOTE-04", "The server has lists under the keys, not values.", remoteType),
-		remoteCase("remote-evicted", "REMOTE-05", "Some blocks are removed between Match and Load.", remoteEvicted),
-		remoteCase("remote-flushed", "REMOTE-05", "All blocks are removed between Match and Load.", remoteFlushed),
-		remoteCase("remote-full", "REMOTE-06", "The server has no memory left for a while.", remoteFull),
+		redisCase("remote-length", "REMOTE-04", "Values are shorter and longer than what was saved.", remoteLength),
+		redisCase("remote-swapped", "REMOTE-04", "Each key has the value of another.", remoteSwapped),
+		redisCase("remote-type", "REMOTE-04", "The server has lists under the keys, not values.", remoteType),
+		redisCase("remote-evicted", "REMOTE-05", "Some blocks are removed between Match and Load.", remoteEvicted),
+		redisCase("remote-flushed", "REMOTE-05", "All blocks are removed between Match and Load.", remoteFlushed),
+		redisCase("remote-full", "REMOTE-06", "The server has no memory left for a while.", remoteFull),
 		remoteCase("remote-slow", "REMOTE-07", "The server is 200 ms away.", remoteSlow),
 		remoteCase("remote-idle", "REMOTE-11", "Connections that nobody uses are closed, 3 times: the next Match and load miss nothing.", remoteIdle),
-		remoteCase("remote-busy", "REMOTE-08", "The server answers everything with BUSY for a while.", remoteBusy),
-		remoteCase("remote-others", "REMOTE-09", "Others keep keys in the same server.", remoteOthers),
+		redisCase("remote-busy", "REMOTE-08", "The server answers everything with BUSY for a while.", remoteBusy),
+		redisCase("remote-others", "REMOTE-09", "Others keep keys in the same server.", remoteOthers),
 		remoteCase("remote-outage-log", "LOG-01", "Fifty calls fail while the server is away.", remoteOutageLog),
 		remoteSecretCase(),
 	}
@@ -458,7 +469,7 @@ func remoteOutageLog(r *rig, s *server) {
 
 // remoteSecretCase applies to connectors whose config names a file with a password.
 func remoteSecretCase() Case {
-	c := remoteCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and neither errors nor logs show the password.", func(r *rig, s *server) {
+	c := redisCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and neither errors nor logs show the password.", func(r *rig, s *server) {
 		if s.password == "" {
 			r.Skipf("the config names no file with a password (@PASSWORD_FILE@)")
 		}

@@ -3,12 +3,17 @@ package conformance
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
+	"regexp"
 	"strings"
 
+	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
 )
@@ -87,11 +92,18 @@ const placeholder, shellPlaceholder = "@TMP@", "${TMP}"
 // front of it, and a file with the password that it requires.
 const serverPlaceholder, passwordPlaceholder = "@SERVER@", "@PASSWORD_FILE@"
 
+// uniquePlaceholder stands for a name that is new in every case: of a bucket, a table, or the keys in a server that cases share.
+const uniquePlaceholder = "@UNIQUE@"
+
+// proxied stands for the address of a relay in front of the server whose address it names, so that cases can hurt the way to it.
+var proxied = regexp.MustCompile(`@PROXY:([^@"]+)@`)
+
 // base is what all harnesses share: the config, its folder and its server.
 type base struct {
-	config json.RawMessage
-	dir    string // "" when the config has no placeholder
-	server *server
+	config  json.RawMessage
+	dir     string // "" when the config has no placeholder
+	server  *server
+	proxies []*relay.Relay
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -117,8 +129,34 @@ func newBase(config json.RawMessage) (base, error) {
 		text = strings.ReplaceAll(text, serverPlaceholder, s.relay.Address())
 		text = strings.ReplaceAll(text, passwordPlaceholder, inQuotes(s.passwordFile()))
 	}
+	text, err := b.proxy(text)
+	if err != nil {
+		return b, errors.Join(fmt.Errorf("relay for the config: %w", err), b.Close())
+	}
+	name := make([]byte, 8)
+	_, _ = rand.Read(name) // never fails
+	text = strings.ReplaceAll(text, uniquePlaceholder, "kvport"+hex.EncodeToString(name))
 	b.config = json.RawMessage(text)
 	return b, nil
+}
+
+// proxy puts the addresses of relays in the place of those that should have relays in front of them.
+func (b *base) proxy(text string) (string, error) {
+	for _, m := range proxied.FindAllStringSubmatch(text, -1) {
+		if _, _, err := net.SplitHostPort(m[1]); err != nil {
+			return "", fmt.Errorf("%s: want @PROXY:HOST:PORT@: %w", m[0], err)
+		}
+		if !strings.Contains(text, m[0]) {
+			continue // it stood there twice
+		}
+		r, err := relay.New(m[1], 0)
+		if err != nil {
+			return "", err
+		}
+		b.proxies = append(b.proxies, r)
+		text = strings.ReplaceAll(text, m[0], r.Address())
+	}
+	return text, nil
 }
 
 // inQuotes is a text as it stands between the quotes of a JSON string.
@@ -139,6 +177,9 @@ func (b base) Folder() string { return b.dir }
 // Close implements Harness.
 func (b base) Close() error {
 	var errs []error
+	for _, r := range b.proxies {
+		errs = append(errs, r.Close())
+	}
 	if b.server != nil {
 		errs = append(errs, b.server.close())
 	}
@@ -148,8 +189,13 @@ func (b base) Close() error {
 	return errors.Join(errs...)
 }
 
-// remoteServer is the server of the config; nil when it names none.
-func (b base) remoteServer() *server { return b.server }
+// remoteServer is the server of the config, or the way to the first one that it has a relay for; nil when it names none.
+func (b base) remoteServer() *server {
+	if b.server == nil && len(b.proxies) > 0 {
+		return &server{relay: b.proxies[0]}
+	}
+	return b.server
+}
 
 // InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
 // for a new folder that each case gets.

@@ -14,12 +14,12 @@ import (
 	"github.com/kvport/kvport/conformance/relay"
 )
 
-// server is the real server that the connector under test stores its blocks in, behind a relay.
+// server is the server that the connector under test stores its blocks in, behind a relay.
 type server struct {
-	*redistest.Server
-	relay    *relay.Relay
-	dir      string
-	password string // "": it requires none
+	*redistest.Server // nil: it is somebody else's, and only the way to it can be hurt
+	relay             *relay.Relay
+	dir               string
+	password          string // "": it requires none
 }
 
 // newServer starts an empty server.
@@ -63,13 +63,31 @@ func (s *server) close() error {
 	return errors.Join(append(errs, os.RemoveAll(s.dir))...)
 }
 
+// Pause keeps the server from answering: its process is stopped, or nothing passes the relay.
+func (s *server) Pause() error {
+	if s.Server != nil {
+		return s.Server.Pause()
+	}
+	s.relay.Stall(true, true)
+	return nil
+}
+
+// Resume ends Pause.
+func (s *server) Resume() error {
+	if s.Server != nil {
+		return s.Server.Resume()
+	}
+	s.relay.Stall(false, false)
+	return nil
+}
+
 // remote is the server of the connector under test. Without one the case does not apply.
 func (r *rig) remote() *server {
 	r.Helper()
 	if h, ok := r.harness().(interface{ remoteServer() *server }); ok && h.remoteServer() != nil {
 		return h.remoteServer()
 	}
-	r.Skipf("the config names no server (@SERVER@) that could be hurt")
+	r.Skipf("the config names no server (@SERVER@, or @PROXY:HOST:PORT@) that could be hurt")
 	return nil
 }
 

@@ -1,4 +1,3 @@
-// Package docs holds the documentation; its test keeps the pages true.
 package docs
 
 import (

@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -102,6 +103,24 @@ func TestConformJUnit(t *testing.T) {
 	require.Len(t, suite.Cases, suite.Tests)
 }
 
+// --profile auto says what it has chosen, and --log has the plugin's lines beside their case.
+func TestConformAuto(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "log")
+	out, errs, code := conform(t, "--profile", "auto", "--case", "round-trip,unknown-field", "--log", file)
+	require.Zero(t, code, out)
+	require.Equal(t, "--profile auto is store,lifecycle,multirank,fault\n", errs)
+	log, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Contains(t, string(log), "case=round-trip")
+	require.Contains(t, string(log), "case=unknown-field")
+	for _, args := range [][]string{{"--log", filepath.Join(file, "x")}, {"--profile", "autos"}, {"--profile", "auto", "--config", `{"dirs":1}`}} {
+		out, errs, code := conform(t, args...)
+		require.NotZero(t, code, out)
+		require.Contains(t, errs, args[0])
+	}
+}
+
 // TestConformList: the cases are listed without a plugin, and one of them can be run alone.
 func TestConformList(t *testing.T) {
 	t.Parallel()
@@ -183,7 +202,7 @@ func sickly(t *testing.T, load string, args ...string) *exec.Cmd {
 func TestConformStreams(t *testing.T) {
 	t.Parallel()
 	for format, want := range map[string][2]string{
-		"text": {`1/2  pass  SCHED-02 +match-repeat`, `(?s)2/2  inconclusive  WORK-01 +round-trip .*interrupted before it had ended.*1 passed, 0 failed, 0 skipped, 1 inconclusive\n$`},
+		"text": {`1/2 .*pass  SCHED-02 +match-repeat`, `(?s)2/2 +inconclusive  WORK-01 +round-trip .*interrupted before it had ended.*1 passed, 0 failed, 0 skipped, 1 inconclusive\n$`},
 		"json": {`^{"id":"match-repeat".*"status":"pass".*"n":1,"of":2}`, `\n{"id":"round-trip".*"status":"inconclusive".*"n":2,"of":2}\n$`},
 	} {
 		t.Run(format, func(t *testing.T) {
@@ -230,5 +249,5 @@ func TestConformEnds(t *testing.T) {
 	require.Equal(t, exitFailure, exit.ExitCode())
 	require.Contains(t, string(out), "\n1 passed, 1 failed, 0 skipped\n")
 	// The last words of the process stand below the case in which it died.
-	require.Regexp(t, `(?s)2/3  fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
+	require.Regexp(t, `(?s)2/3 .*fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
 }
