@@ -182,12 +182,12 @@ func remoteCutLoad(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(8)
 	for range 15 {
-		s.relay.CutAfter(1 + r.rand.Int64N(6000))
+		s.relays.CutAfter(1 + r.rand.Int64N(6000))
 		e.strict(keys)
-		s.relay.CutAfter(0)
+		s.relays.CutAfter(0)
 		e.back(keys[:2])
 	}
-	if s.relay.Cuts() == 0 {
+	if s.relays.Cuts() == 0 {
 		r.Errorf("no connection was cut, the case says nothing")
 	}
 	e.back(keys)
@@ -202,19 +202,19 @@ func remoteCutSave(r *rig, s *server) {
 		from := blocks(0, keys...)
 		e.fill(from...)
 		t := transfer(from)
-		s.relay.CutSentAfter(1 + r.rand.Int64N(4000))
+		s.relays.CutSentAfter(1 + r.rand.Int64N(4000))
 		err := e.tryMove(t, true)
-		s.relay.CutSentAfter(0)
+		s.relays.CutSentAfter(0)
 		if err != nil {
 			e.acceptable("save", err)
 			continue
 		}
 		e.back(keys)
 	}
-	if s.relay.Cuts() == 0 {
-		r.Errorf("no connection was cut, the case says nothing")
-	}
 	e.mended(e.keys(3))
+	if s.relays.Cuts() == 0 { // such as with a connection for each block
+		r.unfit("no connection was cut, since none has sent as much as the case lets pass: it says nothing")
+	}
 }
 
 func remoteRestart(r *rig, s *server) {
@@ -241,7 +241,7 @@ func remoteRestart(r *rig, s *server) {
 func remoteAway(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
-	s.relay.Refuse(true)
+	s.relays.Refuse(true)
 	for range 5 {
 		e.tryMatch(keys)
 		e.strict(keys)
@@ -251,7 +251,7 @@ func remoteAway(r *rig, s *server) {
 			r.Errorf("a save succeeded while the server was away")
 		}
 	}
-	s.relay.Refuse(false)
+	s.relays.Refuse(false)
 	e.back(keys)
 	e.mended(e.keys(3))
 }
@@ -260,11 +260,11 @@ func remoteIdle(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
 	for range 3 {
-		s.relay.Cut()
+		s.relays.Cut()
 		r.equal(4, e.match(keys...), "blocks offered after idle connections were closed")
-		s.relay.Cut()
+		s.relays.Cut()
 		r.equal(4, e.strict(keys), "blocks loaded after idle connections were closed")
-		s.relay.Cut()
+		s.relays.Cut()
 		keys = e.stored(4)
 	}
 }
@@ -385,7 +385,7 @@ func remoteSlow(r *rig, s *server) {
 	const away = 200 * time.Millisecond
 	e := r.engine(setup{})
 	keys := e.stored(4)
-	s.relay.Delay(away)
+	s.relays.Delay(away)
 	e.back(keys)
 	start := time.Now()
 	r.equal(4, e.strict(keys), "blocks loaded")
@@ -456,12 +456,12 @@ func remoteOutageLog(r *rig, s *server) {
 	e.openAll()
 	keys := e.stored(2)
 	before := count()
-	s.relay.Refuse(true)
+	s.relays.Refuse(true)
 	for range calls {
 		e.tryMatch(keys)
 		e.strict(keys)
 	}
-	s.relay.Refuse(false)
+	s.relays.Refuse(false)
 	if n := count() - before; n > most {
 		r.Errorf("%d lines were logged in %d calls to a server that was away, at most %d make sense", n, 2*calls, most)
 	}

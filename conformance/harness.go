@@ -95,6 +95,9 @@ const serverPlaceholder, passwordPlaceholder = "@SERVER@", "@PASSWORD_FILE@"
 // uniquePlaceholder stands for a name that is new in every case: of a bucket, a table, or the keys in a server that cases share.
 const uniquePlaceholder = "@UNIQUE@"
 
+// proxyMark begins what stands for the address of a relay.
+const proxyMark = "@PROXY"
+
 // proxied stands for the address of a relay in front of the server whose address it names, so that cases can hurt the way to it.
 var proxied = regexp.MustCompile(`@PROXY:([^@"]+)@`)
 
@@ -103,7 +106,7 @@ type base struct {
 	config  json.RawMessage
 	dir     string // "" when the config has no placeholder
 	server  *server
-	proxies []*relay.Relay
+	proxies relays
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -112,6 +115,9 @@ func newBase(config json.RawMessage) (base, error) {
 	}
 	text := strings.ReplaceAll(string(config), shellPlaceholder, placeholder)
 	var b base
+	if strings.Contains(text, serverPlaceholder) && strings.Contains(text, proxyMark) {
+		return b, errors.New("the config has @SERVER@ and @PROXY:HOST:PORT@: cases would hurt only one of the servers")
+	}
 	if strings.Contains(text, placeholder) {
 		dir, err := os.MkdirTemp("", "kvport-conform-")
 		if err != nil {
@@ -126,7 +132,7 @@ func newBase(config json.RawMessage) (base, error) {
 			return b, errors.Join(fmt.Errorf("server for the config: %w", err), b.Close())
 		}
 		b.server = s
-		text = strings.ReplaceAll(text, serverPlaceholder, s.relay.Address())
+		text = strings.ReplaceAll(text, serverPlaceholder, s.relays[0].Address())
 		text = strings.ReplaceAll(text, passwordPlaceholder, inQuotes(s.passwordFile()))
 	}
 	text, err := b.proxy(text)
@@ -155,6 +161,10 @@ func (b *base) proxy(text string) (string, error) {
 		}
 		b.proxies = append(b.proxies, r)
 		text = strings.ReplaceAll(text, m[0], r.Address())
+	}
+	if _, rest, left := strings.Cut(text, proxyMark); left {
+		rest, _, _ = strings.Cut(rest, `"`)
+		return "", fmt.Errorf("%s%s: want @PROXY:HOST:PORT@", proxyMark, rest)
 	}
 	return text, nil
 }
@@ -189,16 +199,17 @@ func (b base) Close() error {
 	return errors.Join(errs...)
 }
 
-// remoteServer is the server of the config, or the way to the first one that it has a relay for; nil when it names none.
+// remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.
 func (b base) remoteServer() *server {
 	if b.server == nil && len(b.proxies) > 0 {
-		return &server{relay: b.proxies[0]}
+		return &server{relays: b.proxies}
 	}
 	return b.server
 }
 
 // InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
-// for a new folder that each case gets.
+// for a new folder that each case gets, @UNIQUE@ for a new name, @PROXY:HOST:PORT@ for the address of a relay to that server, and
+// @SERVER@ for that of a new Redis server.
 func InProcess(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)

@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"cmp"
 	"encoding/json"
 	"encoding/xml"
 	"fmt"
@@ -79,8 +80,8 @@ func broadRules() []string {
 // breadth orders rules: what a specific one says names the fault better than what a broad one says.
 func breadth(rule string) int { return slices.Index(broadRules(), rule) }
 
-// WriteSummary writes for people what failed or was inconclusive, the most specific rule first and in five lines at most for each case, and
-// how many cases had each status.
+// WriteSummary writes for people what failed or was inconclusive, what failed first, the most specific rule first and in five lines at most
+// for each case, and how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
 	var b strings.Builder
 	count := map[Status]int{}
@@ -91,7 +92,9 @@ func WriteSummary(w io.Writer, results []Result) error {
 			wrong = append(wrong, r)
 		}
 	}
-	slices.SortStableFunc(wrong, func(x, y Result) int { return breadth(x.Rule) - breadth(y.Rule) })
+	slices.SortStableFunc(wrong, func(x, y Result) int {
+		return cmp.Or(cmp.Compare(doubt(x), doubt(y)), breadth(x.Rule)-breadth(y.Rule))
+	})
 	if len(wrong) > 0 {
 		b.WriteString("These did not pass:\n")
 	}
@@ -106,14 +109,27 @@ func WriteSummary(w io.Writer, results []Result) error {
 	return err
 }
 
+// doubt orders what failed before what is inconclusive.
+func doubt(r Result) int {
+	if r.Status == Inconclusive {
+		return 1
+	}
+	return 0
+}
+
 // writeWrong tells about a case that did not pass what was done, what came, what was allowed, the rule, and what to look at.
 func writeWrong(b *strings.Builder, r Result) {
-	fmt.Fprintf(b, "      %-10s  %-20s  %s\n", r.Rule, r.ID, r.Text)
+	fmt.Fprintf(b, "%-4s  %-10s  %-20s  %s\n", r.Status, r.Rule, r.ID, r.Text)
 	line := func(what, text string) {
 		text, _, _ = strings.Cut(text, "\n")
 		if text != "" {
 			fmt.Fprintf(b, "        %-9s %s\n", what, text)
 		}
+	}
+	if r.required != "" { // it did not run, so that no mistake can be named
+		line("came:", r.required)
+		line("look at:", "the config, or leave out the profile")
+		return
 	}
 	if len(r.Log) > 0 {
 		line("came:", strings.TrimPrefix(r.Log[0], r.Rule+": "))
@@ -123,7 +139,7 @@ func writeWrong(b *strings.Builder, r Result) {
 		line("rule:", rule)
 	}
 	if r.Status == Fail {
-		line("look at:", strings.Join(append(docs.Mistakes(r.Rule), "run it alone with --case "+r.ID+" --log FILE"), "; "))
+		line("look at:", strings.Join(docs.Mistakes(r.Rule), "; "))
 	}
 }
 

@@ -9,46 +9,82 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Suggest gives the profiles that fit a connector, by its config, by what it says about itself, and by what becomes of a block that is saved and
-// loaded. It cannot know what a connector is meant to do: one that loses each block is taken for one that keeps none. It never gives
-// Power, Bidirectional and Offload, which only the author can know.
-func Suggest(ctx context.Context, newHarness Maker, o Options) ([]Profile, error) {
-	var found []Profile
+// Suggest gives the profiles that fit a connector, by its config, by what it says about itself, and by what becomes of two blocks that are
+// saved and loaded; and notes for people on what it has left out. It cannot know what a connector is meant to do: one that loses each block
+// is taken for one that keeps none. It never gives Power, Bidirectional or Offload, which only the author can know about. An
+// error says why there is no answer, such as a save that fails.
+func Suggest(ctx context.Context, newHarness Maker, o Options) (profiles []Profile, notes []string, err error) {
 	s := o.prepare(ctx, newHarness)
-	r := checkCase(ctx, Case{ID: "suggest", Run: rigged(0, false, func(r *rig) { found = r.suggest() })}, newHarness, s)
-	if r.Status != Pass {
-		return nil, errors.New(strings.Join(r.Log, "; "))
+	for range 1 + repeats {
+		c := Case{ID: "suggest", Run: rigged(0, false, func(r *rig) { profiles, notes = r.suggest() })}
+		r := checkCase(ctx, c, newHarness, s)
+		switch {
+		case ctx.Err() != nil:
+			return nil, nil, context.Cause(ctx)
+		case r.Status == Pass:
+			return profiles, notes, nil
+		}
+		err = errors.New(strings.Join(r.Log, "; "))
+		if r.Status != Inconclusive {
+			break
+		}
 	}
-	return found, nil
+	return nil, nil, err
 }
 
 // suggest gives the profiles that fit the connector of the case.
-func (r *rig) suggest() []Profile {
+func (r *rig) suggest() (profiles []Profile, notes []string) {
 	r.Helper()
 	can := func(c connector.Capability) bool { return r.info.Capabilities&c != 0 }
-	fit := map[Profile]bool{Lifecycle: true}
 	e := r.engine(setup{})
 	keys := e.keys(2)
 	from, to := blocks(0, keys...), blocks(2, keys...)
-	e.fill(from...)
-	stored := e.saveOnly(r.Context(), transfer(from)) == nil && e.tryMatch(keys) == len(keys)
-	again := stored && e.load(to...) == nil && e.tryMatch(keys) == len(keys)
-	fit[Store], fit[MultiRank], fit[Fault], fit[Groups] = again, again, again, again && r.info.Groups
-	fit[Buffer] = stored && !again
+	e.save(from...)
+	stored := e.match(keys...) == len(keys)
+	again := stored && e.loadsTwo(to) && e.match(keys...) == len(keys)
+	fit := map[Profile]bool{Store: again, Lifecycle: again, MultiRank: again, Fault: again, Groups: again && r.info.Groups, Buffer: stored && !again}
 	config := map[string]json.RawMessage{}
 	_ = json.Unmarshal(r.config, &config) // of a config that is no object Describe has complained
 	fit[MultiChildren] = config["connectors"] != nil
-	if h, ok := r.harness().(interface{ remoteServer() *server }); ok {
-		fit[Remote] = h.remoteServer() != nil && again
+	if s := r.server(); s != nil && again {
+		fit[Remote] = e.needs(s, to)
+		if !fit[Remote] {
+			notes = append(notes, "remote is left out: the connector loads blocks while its server is away, so it keeps them elsewhere too")
+		}
 	}
 	byTicket := can(connector.CanHold) && !fit[MultiChildren]
 	fit[PDProducer], fit[PDConsumer], fit[Pipe] = byTicket, byTicket, byTicket && again
 	fit[LayerWise], fit[Reshape] = byTicket && can(connector.CanLayers), can(connector.CanReshape)
-	var out []Profile
+	if !stored && !byTicket {
+		notes = append(notes, "the connector keeps nothing that can be found: two blocks were saved, and not offered")
+	}
 	for _, p := range Profiles() {
 		if fit[p] {
-			out = append(out, p)
+			profiles = append(profiles, p)
 		}
 	}
-	return out
+	if len(profiles) == 0 {
+		r.Errorf("no profile fits: %s", strings.Join(notes, "; "))
+	}
+	return profiles, notes
+}
+
+// loadsTwo loads blocks that were offered, and reports whether they were there. Any other failure says nothing about what the connector
+// is, and ends the case.
+func (e *engine) loadsTwo(to []connector.Block) bool {
+	e.Helper()
+	err := e.load(to...)
+	if errors.Is(err, connector.ErrGone) {
+		return false
+	}
+	e.must(err, "load of %d blocks that were offered", len(to))
+	return true
+}
+
+// needs reports whether blocks cannot be loaded while the server is away.
+func (e *engine) needs(s *server, to []connector.Block) bool {
+	e.Helper()
+	s.relays.Refuse(true)
+	defer s.relays.Refuse(false)
+	return e.tryMove(transfer(to), false) != nil
 }

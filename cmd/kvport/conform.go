@@ -57,7 +57,7 @@ func newConform() *cobra.Command {
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; @TMP@ in it becomes a fresh folder in every case, @UNIQUE@ a fresh name, @PROXY:HOST:PORT@ a relay to that server")
-	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated; auto chooses those that fit the plugin: "+joined(conformance.Profiles(), ", "))
+	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; one or more of "+joined(conformance.Profiles(), ", ")+"; or auto: those that fit the plugin")
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit (at the end)")
 	flags.DurationVar(&f.timeout, "timeout", 0, "end the run after this time, such as 10m, with the results so far and exit code 1; 0: never")
 	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
@@ -77,7 +77,7 @@ func (f *conformFlags) writeCases(cmd *cobra.Command) error {
 		return err
 	}
 	if slices.Contains(f.profiles, auto) {
-		return errors.New("--list takes no plugin, so that --profile auto has nothing to choose for: leave out one of them")
+		return errors.New("--list runs no plugin, so --profile auto has nothing to look at: leave out one of them")
 	}
 	if !cmd.Flags().Changed("profile") {
 		profiles = conformance.Profiles()
@@ -176,6 +176,9 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if f.sandbox {
 		plugin = conformance.Sandboxed(plugin, host.Self)
 	}
+	if err := usable(plugin); err != nil { // as it would fail in each case
+		return fmt.Errorf("--config: %w", err)
+	}
 	if f.log == "" {
 		return f.check(cmd, manifest.Name, plugin, options)
 	}
@@ -191,12 +194,21 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	return err
 }
 
+// usable reports what is wrong with the words of a config.
+func usable(plugin conformance.Maker) error {
+	h, err := plugin()
+	if err != nil {
+		return err
+	}
+	return h.Close()
+}
+
 // suggest adds the profiles that fit the plugin, for --profile auto, and says which.
 func (f *conformFlags) suggest(ctx context.Context, errs io.Writer, plugin conformance.Maker, o *conformance.Options) error {
 	if !slices.Contains(f.profiles, auto) {
 		return nil
 	}
-	fit, err := conformance.Suggest(ctx, plugin, *o)
+	fit, notes, err := conformance.Suggest(ctx, plugin, *o)
 	if err != nil {
 		return fmt.Errorf("--profile auto: the plugin cannot be tried: %w", err)
 	}
@@ -205,7 +217,12 @@ func (f *conformFlags) suggest(ctx context.Context, errs io.Writer, plugin confo
 			o.Profiles = append(o.Profiles, p)
 		}
 	}
-	_, err = fmt.Fprintf(errs, "--profile auto is %s\n", joined(o.Profiles, ","))
+	for _, note := range notes {
+		if _, err := fmt.Fprintf(errs, "--profile auto: %s\n", note); err != nil {
+			return err
+		}
+	}
+	_, err = fmt.Fprintf(errs, "profiles: %s\n", joined(o.Profiles, ","))
 	return err
 }
 
@@ -219,7 +236,10 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, errTimeout)
 	}
 	defer cancel()
-	if err := f.suggest(ctx, cmd.ErrOrStderr(), plugin, &o); err != nil {
+	switch err := f.suggest(ctx, cmd.ErrOrStderr(), plugin, &o); {
+	case errors.Is(err, errTimeout):
+		return fail(fmt.Errorf("--timeout of %v is over: no case ran", f.timeout))
+	case err != nil:
 		return fail(err)
 	}
 	w := cmd.OutOrStdout()

@@ -1,0 +1,171 @@
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/sdk"
+)
+
+// values is a database in memory.
+type values struct {
+	mu   sync.Mutex
+	kept map[string][]byte
+	get  func(ctx context.Context) error // before each Get
+	put  error
+}
+
+// Exists implements lookupbuffer.KV.
+func (v *values) Exists(_ context.Context, keys []string) ([]bool, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	out := make([]bool, len(keys))
+	for n, k := range keys {
+		_, out[n] = v.kept[k]
+	}
+	return out, nil
+}
+
+// Get implements lookupbuffer.KV.
+func (v *values) Get(ctx context.Context, key string) ([]byte, error) {
+	if v.get != nil {
+		if err := v.get(ctx); err != nil {
+			return nil, err
+		}
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	value, kept := v.kept[key]
+	if !kept {
+		return nil, connector.ErrGone
+	}
+	return append([]byte{}, value...), nil
+}
+
+// Put implements lookupbuffer.KV.
+func (v *values) Put(_ context.Context, key string, value []byte) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.put == nil {
+		v.kept[key] = append([]byte{}, value...)
+	}
+	return v.put
+}
+
+// Delete implements lookupbuffer.KV.
+func (v *values) Delete(_ context.Context, key string) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	delete(v.kept, key)
+	return nil
+}
+
+// keeper is a connector of values, which keeps what was loaded or not.
+func keeper(v *values, keep bool) connector.Plugin {
+	v.kept = map[string][]byte{}
+	return sdk.FromBuffer(sdk.Definition{Name: "Keeper", Version: "1", Scope: connector.ScopeShared},
+		func(context.Context, connector.Env, struct {
+			Address string `json:"address"`
+		}) (lookupbuffer.Buffer, error) {
+			return lookupbuffer.NewDatabase(v, lookupbuffer.DatabaseOptions{Keep: keep}), nil
+		})
+}
+
+// accepting listens and says one byte on every connection, until the test ends.
+func accepting(t *testing.T) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, l.Close()) })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = c.Write([]byte{1})
+			_ = c.Close()
+		}
+	}()
+	return l.Addr().String()
+}
+
+// Profiles that a connector need not pass are never suggested: a buffer, which gives each block once, is no store and has no lifecycle.
+func TestSuggest(t *testing.T) {
+	store := []Profile{Store, Lifecycle, MultiRank, Fault}
+	for name, c := range map[string]struct {
+		plugin connector.Plugin
+		want   []Profile
+		says   string
+	}{
+		"store":   {keeper(&values{}, true), store, ""},
+		"buffer":  {keeper(&values{}, false), []Profile{Buffer}, ""},
+		"full":    {keeper(&values{put: connector.ErrIncompatible}, true), nil, "save: "},
+		"no load": {keeper(&values{get: func(context.Context) error { return errors.New("no such table") }}, true), nil, "no such table"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, notes, err := Suggest(t.Context(), InProcess(c.plugin, nil), Options{})
+			require.Equal(t, c.want, got)
+			require.Empty(t, notes)
+			if c.says != "" {
+				require.ErrorContains(t, err, c.says)
+				return
+			}
+			require.NoError(t, err)
+		})
+	}
+}
+
+// A connector that loads without its server is not one of profile remote, whose cases require that it fails then. Several addresses are
+// cut off together.
+func TestSuggestRemote(t *testing.T) {
+	one, two := accepting(t), accepting(t)
+	config := json.RawMessage(`{"address": "@PROXY:` + one + `@,@PROXY:` + two + `@"}`)
+	got, notes, err := Suggest(t.Context(), InProcess(keeper(&values{}, true), config), Options{})
+	require.NoError(t, err)
+	require.NotContains(t, got, Remote)
+	require.Len(t, notes, 1)
+	require.Contains(t, notes[0], "remote is left out")
+
+	v := &values{}
+	plugin := keeper(v, true)
+	newHarness := InProcess(plugin, config)
+	got, notes, err = Suggest(t.Context(), func() (Harness, error) {
+		h, err := newHarness()
+		require.NoError(t, err)
+		ways := h.(*inProcess).proxies
+		require.Len(t, ways, 2)
+		v.get = func(ctx context.Context) (err error) { // it goes on while one of them answers
+			for _, way := range ways {
+				conn, dialed := new(net.Dialer).DialContext(ctx, "tcp", way.Address())
+				if dialed != nil {
+					err = dialed
+					continue
+				}
+				_, err = conn.Read(make([]byte, 1))
+				if closed := conn.Close(); err == nil {
+					return closed
+				}
+			}
+			return errors.Join(connector.ErrBusy, err)
+		}
+		return h, err
+	}, Options{})
+	require.NoError(t, err)
+	require.Empty(t, notes)
+	require.Contains(t, got, Remote)
+}
+
+// A config that has a server of the suite beside another would have only one of them hurt.
+func TestServerBesideRelay(t *testing.T) {
+	_, err := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "@SERVER@", "b": "@PROXY:127.0.0.1:1@"}`))()
+	require.ErrorContains(t, err, "cases would hurt only one of the servers")
+}
