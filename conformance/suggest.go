@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"slices"
 	"strings"
 
 	"github.com/kvport/kvport/connector"
@@ -58,11 +59,7 @@ func (r *rig) suggest() (profiles []Profile, notes []string) {
 	if !stored && !byTicket {
 		notes = append(notes, "the connector keeps nothing that can be found: two blocks were saved, and not offered")
 	}
-	for _, p := range Profiles() {
-		if fit[p] {
-			profiles = append(profiles, p)
-		}
-	}
+	profiles = slices.DeleteFunc(Profiles(), func(p Profile) bool { return !fit[p] })
 	if len(profiles) == 0 {
 		r.Errorf("no profile fits: %s", strings.Join(notes, "; "))
 	}
