@@ -198,6 +198,19 @@ func TestAnotherServer(t *testing.T) {
 	require.NoError(t, errors.Join(conn.Close(), behind.Close(), h.Close()))
 }
 
+// Where no connection is cut, a case that is about cuts says nothing: with a server of the suite, all of whose bytes pass the relay, it has
+// failed, and with another, which may lead connectors elsewhere, it does not apply.
+func TestNothingIsCut(t *testing.T) {
+	for address, want := range map[string]Status{"@SERVER@": Fail, "@PROXY:127.0.0.1:1@": Skip} {
+		config := json.RawMessage(`{"address": "` + address + `"}`)
+		o := Options{Profiles: []Profile{Remote}, Only: []string{"remote-cut-load", "remote-cut-save"}}
+		for _, r := range Check(t.Context(), InProcess(keeper(&values{}, true), config), o) {
+			require.Equal(t, want, r.Status, r.ID)
+			require.Contains(t, r.Log[0], "no connection was cut")
+		}
+	}
+}
+
 func TestHarnessThatCannotStart(t *testing.T) {
 	rs := Check(t.Context(), func() (Harness, error) { return nil, errors.New("no room") }, Options{Only: []string{"probe", "computed"}})
 	require.Len(t, rs, 2)

@@ -77,6 +77,22 @@ func (rs relays) Cuts() (sum int) {
 	return sum
 }
 
+// Answered is the most bytes that came through one connection since the last CutAfter.
+func (rs relays) Answered() (most int64) {
+	for _, r := range rs {
+		most = max(most, r.Count().Answered)
+	}
+	return most
+}
+
+// Sent is the most bytes that one connection has sent since the last CutSentAfter.
+func (rs relays) Sent() (most int64) {
+	for _, r := range rs {
+		most = max(most, r.Count().Sent)
+	}
+	return most
+}
+
 // newServer starts an empty server.
 func newServer(locked bool) (*server, error) {
 	dir, err := os.MkdirTemp("", "kvport-conform-")
