@@ -149,9 +149,26 @@ func TestNamesAndRelaysOfAConfig(t *testing.T) {
 	require.NoError(t, other.Close())
 	require.NoError(t, h.Close())
 
-	for _, wrong := range []string{"@PROXY:localhost@", "@PROXY:@", "@PROXY:localhost:1", "@PROXY@"} {
-		_, err = InProcess(connector.Plugin{}, json.RawMessage(`{"a": "`+wrong+`"}`))()
-		require.ErrorContains(t, err, "want @PROXY:HOST:PORT@", wrong)
+}
+
+// What is meant to be a relay and is none is an error, which needs nothing but the text; other text is left alone.
+func TestWordsOfAConfig(t *testing.T) {
+	for _, wrong := range []string{
+		"@PROXY:localhost@", "@PROXY:@", "@PROXY:localhost:1", "@PROXY@", "@PROXY::1@", "@PROXY:localhost:http@", "@PROXY:localhost:0@",
+		"@PROXY:localhost:1/@UNIQUE@", "@PROXY:localhost:65536@", "@PROXY:localhost:1@ @PROXY:",
+	} {
+		_, err := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "`+wrong+`", "b": 1}`))()
+		require.ErrorContains(t, err, ": want @PROXY:HOST:PORT@", wrong)
+		require.NotContains(t, err.Error(), `"b"`)
+	}
+	_, err := Proxied(json.RawMessage(`{"a": "@SERVER@", "b": "@PROXY:127.0.0.1:1@"}`))
+	require.ErrorContains(t, err, "cases would hurt only one of the servers")
+	for right, want := range map[string][]string{
+		"@SERVER@": nil, "p@PROXY1": nil, "PROXY:": nil, "@PROXY:h:1@,@PROXY:[::1]:2@,@PROXY:h:1@": {"h:1", "[::1]:2"},
+	} {
+		got, err := Proxied(json.RawMessage(`{"a": "` + right + `"}`))
+		require.NoError(t, err)
+		require.Equal(t, want, got, right)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"sync"
 	"testing"
@@ -140,9 +141,13 @@ func TestSuggestRemote(t *testing.T) {
 	newHarness := InProcess(plugin, config)
 	got, notes, err = Suggest(t.Context(), func() (Harness, error) {
 		h, err := newHarness()
-		require.NoError(t, err)
+		if err != nil {
+			return nil, err
+		}
 		ways := h.(*inProcess).proxies
-		require.Len(t, ways, 2)
+		if len(ways) != 2 {
+			err = fmt.Errorf("the config has %d relays", len(ways))
+		}
 		v.get = func(ctx context.Context) (err error) { // it goes on while one of them answers
 			for _, way := range ways {
 				conn, dialed := new(net.Dialer).DialContext(ctx, "tcp", way.Address())
@@ -162,10 +167,4 @@ func TestSuggestRemote(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, notes)
 	require.Contains(t, got, Remote)
-}
-
-// A config that has a server of the suite beside another would have only one of them hurt.
-func TestServerBesideRelay(t *testing.T) {
-	_, err := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "@SERVER@", "b": "@PROXY:127.0.0.1:1@"}`))()
-	require.ErrorContains(t, err, "cases would hurt only one of the servers")
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -159,6 +160,9 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 		return err
 	}
 	config, err := readObject(f.config)
+	if err == nil {
+		err = reachable(cmd.Context(), config)
+	}
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
 	}
@@ -176,9 +180,6 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if f.sandbox {
 		plugin = conformance.Sandboxed(plugin, host.Self)
 	}
-	if err := usable(plugin); err != nil { // as it would fail in each case
-		return fmt.Errorf("--config: %w", err)
-	}
 	if f.log == "" {
 		return f.check(cmd, manifest.Name, plugin, options)
 	}
@@ -194,13 +195,22 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	return err
 }
 
-// usable reports what is wrong with the words of a config.
-func usable(plugin conformance.Maker) error {
-	h, err := plugin()
+// reachable reports what is wrong with the servers to which a config has relays: each case would accuse the plugin of that.
+func reachable(ctx context.Context, config json.RawMessage) error {
+	servers, err := conformance.Proxied(config)
 	if err != nil {
 		return err
 	}
-	return h.Close()
+	for _, address := range servers {
+		conn, err := (&net.Dialer{Timeout: 10 * time.Second}).DialContext(ctx, "tcp", address)
+		if err != nil {
+			return fmt.Errorf("@PROXY:%s@: no server is there: %w", address, err)
+		}
+		if err := conn.Close(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // suggest adds the profiles that fit the plugin, for --profile auto, and says which.

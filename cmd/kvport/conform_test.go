@@ -19,7 +19,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/sdk"
 )
 
@@ -114,14 +116,38 @@ func TestConformAuto(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(log), "case=round-trip")
 	require.Contains(t, string(log), "case=unknown-field")
-	out, errs, code = conform(t, "--config", `{"dir":"@PROXY:localhost@"}`)
-	require.Equal(t, exitUsage, code, out)
-	require.Contains(t, errs, "want @PROXY:HOST:PORT@")
 	for _, args := range [][]string{{"--log", filepath.Join(file, "x")}, {"--profile", "autos"}, {"--profile", "auto", "--config", `{"dirs":1}`}} {
 		out, errs, code := conform(t, args...)
 		require.NotZero(t, code, out)
 		require.Contains(t, errs, args[0])
 	}
+}
+
+// A config whose words cannot be replaced, or whose server is away, is no fault of the plugin: no case runs. A machine without a Redis
+// server fails just the cases that need one.
+func TestConformServers(t *testing.T) {
+	t.Parallel()
+	away, err := machine.FreePort(t.Context())
+	require.NoError(t, err)
+	for word, want := range map[string]string{
+		"@PROXY:localhost@":              "want @PROXY:HOST:PORT@",
+		"@PROXY:127.0.0.1:" + away + "@": "no server is there",
+	} {
+		out, errs, code := conform(t, "--config", `{"dir":"`+word+`"}`)
+		require.Equal(t, exitUsage, code, out)
+		require.Empty(t, out)
+		require.Contains(t, errs, "--config: "+word+": ")
+		require.Contains(t, errs, want)
+	}
+	plugin, err := exec.LookPath("kvport-demo")
+	require.NoError(t, err)
+	cmd := exec.CommandContext(t.Context(), "kvport", "conform", "--config", `{"dir":"@TMP@/@SERVER@"}`, "--format", "junit", "--case", "round-trip", plugin)
+	cmd.Env = append(os.Environ(), redistest.ProgramVariable+"=/no/such/server")
+	out, err := cmd.Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(out), "server for the config: ")
 }
 
 // TestConformList: the cases are listed without a plugin, and one of them can be run alone.
