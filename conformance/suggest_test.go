@@ -8,6 +8,7 @@ import (
 	"net"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -110,6 +111,7 @@ func TestSuggest(t *testing.T) {
 		"store":   {keeper(&values{}, true), store, ""},
 		"buffer":  {keeper(&values{}, false), []Profile{Buffer}, ""},
 		"full":    {keeper(&values{put: connector.ErrIncompatible}, true), nil, "save: "},
+		"gone":    {keeper(&values{get: func(context.Context) error { return connector.ErrGone }}, true), nil, "load of 2 blocks that were offered"},
 		"no load": {keeper(&values{get: func(context.Context) error { return errors.New("no such table") }}, true), nil, "no such table"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -167,4 +169,94 @@ func TestSuggestRemote(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, notes)
 	require.Contains(t, got, Remote)
+}
+
+// hooked is a worker whose loads begin with a call of the test's own.
+type hooked struct {
+	connector.Worker
+	load func(ctx context.Context) error
+}
+
+// Load implements connector.Worker.
+func (h hooked) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	if err := h.load(ctx); err != nil {
+		return err
+	}
+	return h.Worker.Load(ctx, t, kv)
+}
+
+// Only a connector that loads nothing in all of its time needs the server, and a busy machine takes time.
+func TestNeedsServer(t *testing.T) {
+	var watched *load
+	calls := 0
+	switching := func(err error) func(context.Context) error { // to what it keeps elsewhere, after some calls
+		return func(context.Context) error {
+			if calls++; calls < 5 {
+				return err
+			}
+			return nil
+		}
+	}
+	for name, c := range map[string]struct {
+		load  func(ctx context.Context) error
+		needs bool
+		want  Status
+	}{
+		"server":    {func(context.Context) error { return connector.ErrGone }, true, Pass},
+		"tier":      {func(context.Context) error { return nil }, false, Pass},
+		"busy tier": {switching(connector.ErrBusy), false, Pass},
+		"late tier": {switching(connector.ErrGone), false, Pass},
+		"part": {func(context.Context) error {
+			return &connector.BlockError{Blocks: []connector.BlockID{2}, Err: connector.ErrGone}
+		}, false, Pass},
+		"no part": {func(context.Context) error {
+			return &connector.BlockError{Blocks: []connector.BlockID{2, 3}, Err: connector.ErrGone}
+		}, true, Pass},
+		"busy machine": {func(ctx context.Context) error {
+			<-ctx.Done()
+			watched.mu.Lock()
+			defer watched.mu.Unlock()
+			watched.marks = append(watched.marks, mark{time.Now(), watched.marks[len(watched.marks)-1].lost + soon})
+			return ctx.Err()
+		}, false, Inconclusive},
+	} {
+		t.Run(name, func(t *testing.T) {
+			needs := false
+			plugin := keeper(&values{}, true)
+			open := plugin.Worker
+			plugin.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+				w, err := open(ctx, env, config)
+				return hooked{w, c.load}, err
+			}
+			calls = 0
+			r := checkCase(t.Context(), Case{ID: "case", Run: rigged(0, false, func(r *rig) {
+				watched = r.watched()
+				e := r.engine(setup{})
+				keys := e.stored(2)
+				needs = e.needs(&server{}, blocks(2, keys...))
+			})}, InProcess(plugin, nil), settings{deadline: time.Minute})
+			require.Equal(t, c.want, r.Status, r.Log)
+			require.Equal(t, c.needs, needs)
+		})
+	}
+}
+
+// A trial that stays without a verdict says so.
+func TestSuggestOnABusyMachine(t *testing.T) {
+	plugin := keeper(&values{}, true)
+	newHarness := InProcess(plugin, nil)
+	_, _, err := Suggest(t.Context(), func() (Harness, error) {
+		h, err := newHarness()
+		return busyHarness{h}, err
+	}, Options{})
+	require.ErrorIs(t, err, ErrInconclusive)
+	require.ErrorContains(t, err, "start: ")
+}
+
+// busyHarness is a harness on a machine that is too busy to start anything.
+type busyHarness struct{ Harness }
+
+// Start implements Harness.
+func (busyHarness) Start(context.Context, int, int64) (*Instance, error) {
+	return nil, busyError{context.DeadlineExceeded}
 }

@@ -220,7 +220,7 @@ func (f *conformFlags) suggest(ctx context.Context, errs io.Writer, plugin confo
 	}
 	fit, notes, err := conformance.Suggest(ctx, plugin, *o)
 	if err != nil {
-		return fmt.Errorf("--profile auto: the plugin cannot be tried: %w", err)
+		return fmt.Errorf("--profile auto: the trial of the plugin: %w", err)
 	}
 	for _, p := range fit {
 		if !slices.Contains(o.Profiles, p) {
@@ -249,6 +249,8 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 	switch err := f.suggest(ctx, cmd.ErrOrStderr(), plugin, &o); {
 	case errors.Is(err, errTimeout):
 		return fail(fmt.Errorf("--timeout of %v is over: no case ran", f.timeout))
+	case err != nil && ctx.Err() != nil:
+		return fail(errors.New("interrupted: no case ran"))
 	case err != nil:
 		return fail(err)
 	}
@@ -280,7 +282,7 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 }
 
 // errInconclusive ends a run in which nothing failed and the machine kept cases from a verdict.
-var errInconclusive = errors.New("cases stayed inconclusive: run them again on a machine that does less")
+var errInconclusive = fmt.Errorf("cases stayed %w", conformance.ErrInconclusive)
 
 // writeCase writes what can be written of a case as it ends.
 func (f *conformFlags) writeCase(w io.Writer, r conformance.Result) error {

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -258,6 +259,32 @@ func TestConformStreams(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What ends the trial of --profile auto is not the plugin's fault, and is said.
+func TestConformAutoEnds(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cmd := sickly(t, "hangs", "--profile", "auto", "--config", fmt.Sprintf(`{"dir":%q,"load":"hangs"}`, dir))
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	require.NoError(t, cmd.Start())
+	require.Eventually(t, func() bool { // the trial has saved its blocks
+		files, err := os.ReadDir(dir)
+		return err == nil && len(files) > 0
+	}, time.Minute, 5*time.Millisecond)
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+	var exit *exec.ExitError
+	require.ErrorAs(t, cmd.Wait(), &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, errs.String(), "interrupted: no case ran\n")
+	require.NotContains(t, errs.String(), "trial")
+
+	out, err := sickly(t, "hangs", "--profile", "auto", "--timeout", "3s").Output()
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(exit.Stderr), "--timeout of 3s is over: no case ran")
+	require.Empty(t, out)
 }
 
 // --timeout ends a run, with its results; --fail-fast ends it at the first failure.
