@@ -21,7 +21,7 @@ func remoteCase(id, rule, text string, body func(*rig, *server)) Case {
 func redisCase(id, rule, text string, body func(*rig, *server)) Case {
 	return remoteCase(id, rule, text, func(r *rig, s *server) {
 		if s.Server == nil {
-			r.unfit("it needs a Redis server of the suite (@SERVER@ in the config)")
+			r.unfit("the config names no Redis server of the suite (@SERVER@)")
 		}
 		body(r, s)
 	})
@@ -194,7 +194,7 @@ func (s *server) cutting(r *rig, tries int, most int64, cutAfter func(int64), ca
 	switch {
 	case s.relays.Cuts() > 0:
 	case s.Server == nil: // its address may lead to others, which are reached past the relays
-		r.unfit("no connection was cut, since none passes a relay of the config: the case says nothing")
+		r.unfit("no connection was cut: none passes a relay of the config")
 	default:
 		r.Errorf("no connection was cut, the case says nothing")
 	}

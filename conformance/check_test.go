@@ -483,11 +483,16 @@ func TestSummary(t *testing.T) {
 		{ID: "doubtful", Rule: "KEY-05", Text: "Three.", Status: Inconclusive, Log: []string{"it was late"}},
 		{ID: "hold-order", Rule: "WORK-02", Text: "Four.", Status: Fail, Log: []string{"not offered", "profile power requires this case"}, required: "profile power requires this case"},
 		{ID: "random", Rule: "STORE-06", Text: "Two.", Status: Fail, Log: []string{"STORE-06: a load gives b1 bytes that are not stored any more"}, Allowed: "the bytes of b1'"},
+		{ID: "remote-full", Status: Skip, Log: []string{"the config names no server"}, excused: true},
+		{ID: "hold-waits", Status: Skip, Log: []string{"not offered"}},
+		{ID: "other", Status: Skip, Log: []string{"there is no disk"}, excused: true},
+		{ID: "remote-busy", Status: Skip, Log: []string{"the config names no server"}, excused: true},
 	}))
 	require.Equal(t, `These did not pass:
 fail  WORK-02     hold-order            Four.
-        came:     profile power requires this case
-        look at:  the config, or leave out the profile
+        came:     not offered
+        allowed:  a pass: profile power requires this case
+        look at:  what the connector offers, its config, or leave out the profile
 fail  STORE-06    random                Two.
         came:     a load gives b1 bytes that are not stored any more
         allowed:  the bytes of b1'
@@ -498,7 +503,9 @@ fail  WORK-01     round-trip            One.
 inconclusive  KEY-05      doubtful              Three.
         came:     it was late
         rule:     `+docs.Rule("KEY-05")+`
-0 passed, 3 failed, 0 skipped, 1 inconclusive
+These did not run, since the config names no server: remote-full, remote-busy
+These did not run, since there is no disk: other
+0 passed, 3 failed, 4 skipped, 1 inconclusive
 `, b.String())
 	require.True(t, slices.IsSortedFunc(broadRules(), func(x, y string) int { return breadth(x) - breadth(y) }))
 	for _, rule := range broadRules() {

@@ -81,7 +81,7 @@ func broadRules() []string {
 func breadth(rule string) int { return slices.Index(broadRules(), rule) }
 
 // WriteSummary writes for people what failed or was inconclusive, what failed first, the most specific rule first and in five lines at most
-// for each case, and how many cases had each status.
+// for each case; which cases did not run although a profile asks for them; and how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
 	var b strings.Builder
 	count := map[Status]int{}
@@ -101,12 +101,32 @@ func WriteSummary(w io.Writer, results []Result) error {
 	for _, r := range wrong {
 		writeWrong(&b, r)
 	}
+	writeExcused(&b, results)
 	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])
 	if n := count[Inconclusive]; n > 0 {
 		fmt.Fprintf(&b, ", %d inconclusive", n)
 	}
 	_, err := io.WriteString(w, b.String()+"\n")
 	return err
+}
+
+// writeExcused names the cases that the machine or the config kept from running, so that nobody takes them for passed.
+func writeExcused(b *strings.Builder, results []Result) {
+	var reasons []string
+	cases := map[string][]string{}
+	for _, r := range results {
+		if r.Status != Skip || !r.excused {
+			continue
+		}
+		reason := strings.Join(r.Log, "; ")
+		if cases[reason] == nil {
+			reasons = append(reasons, reason)
+		}
+		cases[reason] = append(cases[reason], r.ID)
+	}
+	for _, reason := range reasons {
+		fmt.Fprintf(b, "These did not run, since %s: %s\n", reason, strings.Join(cases[reason], ", "))
+	}
 }
 
 // doubt orders what failed before what is inconclusive.
@@ -127,8 +147,9 @@ func writeWrong(b *strings.Builder, r Result) {
 		}
 	}
 	if r.required != "" { // it did not run, so that no mistake can be named
-		line("came:", r.required)
-		line("look at:", "the config, or leave out the profile")
+		line("came:", r.Log[0])
+		line("allowed:", "a pass: "+r.required)
+		line("look at:", "what the connector offers, its config, or leave out the profile")
 		return
 	}
 	if len(r.Log) > 0 {
