@@ -169,5 +169,5 @@ func (n *Node) rankOf(i int) (*rank, error) {
 	if r := n.ranks[i]; r != nil && r.cache() != nil {
 		return r, nil
 	}
-	return nil, fmt.Errorf("rank %d has not computed anything yet: %w", i, connector.ErrGone)
+	return nil, fmt.Errorf("rank %d is not open: %w", i, connector.ErrGone)
 }

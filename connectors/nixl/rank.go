@@ -26,7 +26,7 @@ type rank struct {
 
 	known     atomic.Pointer[cache]
 	sources   atomic.Pointer[nixl.Region] // registered for what Reshape reads; nil: nothing yet
-	mu        sync.Mutex                  // held while memory is registered
+	mu        sync.Mutex                  // held while sources are registered
 	peers     *peers
 	producers producerCache  // producers
 	notices   sync.WaitGroup // what is said without waiting for an answer
@@ -104,19 +104,11 @@ func needs(backend string) string {
 	return "this machine may lack what " + backend + " needs"
 }
 
-// cache is the registered cache; nil before the first call that brings it.
+// cache is the registered cache; nil until the side is open.
 func (r *rank) cache() *cache { return r.known.Load() }
 
-// register makes the rank's cache known to NIXL, once.
+// register makes the rank's cache known to NIXL.
 func (r *rank) register(kv *connector.KV) error {
-	if r.cache() != nil {
-		return nil
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.cache() != nil {
-		return nil
-	}
 	l := kv.Layout()
 	c := &cache{segments: make([]segment, len(l.Segments))}
 	bounds := map[uint16][2]uint64{} // by region

@@ -19,19 +19,18 @@ type worker struct {
 	leave func() error
 }
 
+// RegisterKV implements connector.Registerer: from now on consumers can read the rank's blocks, even of a prompt that fills none, of
+// which nothing is saved.
+func (w *worker) RegisterKV(_ context.Context, kv *connector.KV) error { return w.rank.register(kv) }
+
 // Save implements connector.Worker. The blocks stay where they are; consumers read them there.
-func (w *worker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV) error {
-	return w.rank.register(kv)
-}
+func (w *worker) Save(context.Context, *connector.Transfer, *connector.KV) error { return nil }
 
 // Load implements connector.Worker: it reads the blocks of a ticket out of the producer's cache, or has the
 // producer write them.
 func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	from, err := parseTicket(t.Ticket)
 	if err != nil {
-		return err
-	}
-	if err := w.rank.register(kv); err != nil {
 		return err
 	}
 	w.rank.prefetch.learn(from.Address)
