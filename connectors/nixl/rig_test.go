@@ -107,7 +107,9 @@ func open(t *testing.T, role connector.Role, c Config, change func(*connector.En
 	require.NoError(t, err)
 	x.w, err = n.Worker(t.Context(), env, leave)
 	require.NoError(t, err)
-	require.NoError(t, x.w.(connector.Registerer).RegisterKV(t.Context(), x.kv))
+	if env.Engine != unregistered {
+		x.register()
+	}
 	t.Cleanup(func() {
 		require.NoError(t, x.w.Close())
 		require.NoError(t, x.s.Close())
@@ -115,6 +117,13 @@ func open(t *testing.T, role connector.Role, c Config, change func(*connector.En
 		require.NoError(t, syscall.Munmap(memory))
 	})
 	return x
+}
+
+// unregistered is the name of an engine that open does not tell its cache.
+const unregistered = "unregistered"
+
+func (x *side) register() {
+	require.NoError(x, x.w.(connector.Registerer).RegisterKV(x.Context(), x.kv))
 }
 
 // run is n blocks of both groups at random places, with the keys of prefix; the last is partial.
