@@ -148,7 +148,6 @@ func TestNamesAndRelaysOfAConfig(t *testing.T) {
 	require.NotEqual(t, config.Name, second.Name)
 	require.NoError(t, other.Close())
 	require.NoError(t, h.Close())
-
 }
 
 // What is meant to be a relay and is none is an error, which needs nothing but the text; other text is left alone.

@@ -76,7 +76,8 @@ func keeper(v *values, keep bool) connector.Plugin {
 	return sdk.FromBuffer(sdk.Definition{Name: "Keeper", Version: "1", Scope: connector.ScopeShared},
 		func(context.Context, connector.Env, struct {
 			Address string `json:"address"`
-		}) (lookupbuffer.Buffer, error) {
+		},
+		) (lookupbuffer.Buffer, error) {
 			return lookupbuffer.NewDatabase(v, lookupbuffer.DatabaseOptions{Keep: keep}), nil
 		})
 }
