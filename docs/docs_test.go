@@ -1,4 +1,3 @@
-// Package docs holds the documentation; its test keeps the pages true.
 package docs
 
 import (
@@ -240,5 +239,16 @@ func TestRecords(t *testing.T) {
 				require.True(t, there[m[1]], "%s names record %s, which is not there", path, m[1])
 			}
 		}
+	}
+}
+
+// TestSentences: what programs print of the pages is of the rule they ask for, and nothing for what is no rule.
+func TestSentences(t *testing.T) {
+	require.Contains(t, Rule("WORK-02"), "BlockError")
+	require.Equal(t, []string{"returning one error for a whole transfer if only one block is missing"}, Mistakes("WORK-02"))
+	require.Equal(t, []string{"remembering something in Match"}, Mistakes("SCHED-03"), "one of two rules")
+	for _, unknown := range []string{"", "WORK-0", "rule", "---", "WORK-"} {
+		require.Empty(t, Mistakes(unknown), unknown)
+		require.Empty(t, Rule(unknown), unknown)
 	}
 }
