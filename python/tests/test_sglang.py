@@ -7,8 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import types
 
 import pytest
 import sglang_engine as rig
@@ -18,7 +20,7 @@ fakes.install()
 
 from kvport_agent.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvport_sglang import backend as backend_  # noqa: E402
-from kvport_sglang import config, early, stats  # noqa: E402
+from kvport_sglang import config, early, fingerprint, stats  # noqa: E402
 
 PAGES = list(range(20))
 
@@ -104,6 +106,7 @@ def test_pages_of_other_engines(engine):
         {"storage": {"tp_size": 2}},
         {"storage": {"tp_size": 2, "tp_rank": 1}},
         {"storage": {"pp_size": 2, "pp_rank": 1}},
+        {"storage": {"is_mla_model": True, "dcp_size": 2, "dcp_rank": 1}},
     ]
     for more in others:
         e = engine(**more)
@@ -112,6 +115,24 @@ def test_pages_of_other_engines(engine):
         assert all(e.set(names, PAGES[:6])) and all(e.get(names, PAGES[6:12])), more
     assert all(engine(storage={"dp_rank": 1, "dp_size": 2}).get(names, PAGES[:6])), "replicas share"
     assert all(mine.get(names, PAGES[:6]))
+
+
+@pytest.mark.parametrize(("module", "name"), fingerprint._SHOW_ARGS)
+def test_arguments_that_decide(engine, here, monkeypatch, module, name):
+    path = str(rig.model(here))
+    args = types.SimpleNamespace(model_path=path, kv_cache_dtype="auto")
+
+    def retired():
+        raise RuntimeError("retired")
+
+    for other, function in fingerprint._SHOW_ARGS:
+        monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
+    names = rig.keys(0, 5)
+    assert all(engine().set(names, PAGES[:6]))
+    assert engine(storage={"model_name": f"{path}-a-format-of-the-pool"}).exists(names) == 6, "the weights are found"
+    args.kv_cache_dtype = "fp8_e5m2"
+    assert engine().exists(names) == 0
 
 
 def test_a_hundred_damaged_pages(engine, here):
