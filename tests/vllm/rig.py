@@ -84,9 +84,13 @@ class Engine:
             self.process = subprocess.Popen([sys.executable, str(HERE / "engine.py"), json.dumps(config)], stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log, text=True, env=environment(env), cwd=rig.folder)
         rig.processes.append(self)
+        self.listen()
+        self.ready = self.answer("ready", 600)
+
+    def listen(self):
+        """Begin to take what the engine tells."""
         self.results, self.answers, self.arrived = {}, queue.Queue(), threading.Condition()
         threading.Thread(target=self.read, daemon=True).start()
-        self.ready = self.answer("ready", 600)
 
     def read(self):
         """Sort what the engine tells into results and answers."""
