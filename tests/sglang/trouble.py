@@ -219,6 +219,8 @@ def took(engine, since, part, pages):
 def times(rig):
     """The same prompts in turn to kvport and to SGLang's own file backend."""
     _, connector, config = storage(rig, rig.folder / "blocks")
+    prompts = {(turn, pages): rig.prompts.cut(f"time {turn} {pages}", pages * 16 + 1) for turn in range(rig.options.pairs + 1) for pages in (18, 180)}
+    answers = {key: [answer] for key, answer in zip(prompts, rig.want(list(prompts.values()), tokens=1), strict=True)}
     engines = {
         "kvport": SGLang(rig, "kvport", extra(connector, config)),
         "file": SGLang(rig, "file", None, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(rig.folder / "own")}, hicache_storage_backend="file",
@@ -227,8 +229,8 @@ def times(rig):
     seconds = {(name, pages, part): [] for name in engines for pages in (18, 180) for part in PARTS}
     for turn in range(rig.options.pairs + 1):
         for pages in 18, 180:
-            prompt = rig.prompts.cut(f"time {turn} {pages}", pages * 16 + 1)
-            want = rig.want([prompt], tokens=1)
+            prompt = prompts[turn, pages]
+            want = answers[turn, pages]
             for name, engine in engines.items():
                 engine.quiet()
                 engine.flush()
