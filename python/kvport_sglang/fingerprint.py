@@ -38,14 +38,16 @@ def model(storage: Any, cache: ContentCache) -> bytes:
     if not name:
         raise UnsupportedError("SGLang does not name the model: pages of two models would be the same")
     args = _server_args()
+    # The name is the one that the model is served under, which any two models may have in common.
+    path = getattr(args, "model_path", None)
     revision = getattr(args, "revision", None)
-    # SGLang appends the format of its pool to the name if that is not the usual one.
-    path = str(getattr(args, "model_path", None) or name)
-    folder = local_folder(path if str(name).startswith(path) else str(name), revision)
+    folder = local_folder(str(path or name), revision)
     content = content_of(folder, cache) if folder is not None else None
     if content is None:
-        log.warning("kvport: the weights of %s were not found: its name and revision stand for them", name)
-        content = digest(["name", str(name), str(revision)])
+        if not path:
+            raise UnsupportedError(f"neither the path nor the weights of {name} are known: pages of two models would be the same")
+        log.warning("kvport: the weights of %s were not found: its path, name and revision stand for them", path)
+        content = digest(["name", str(path), str(name), str(revision)])
     decide = [f"{field}={getattr(args, field, None)}" for field in _DECIDE]
     return digest(["kvport/sglang-model/1", content, *decide])
 

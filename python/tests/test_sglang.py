@@ -103,6 +103,7 @@ def test_pages_of_other_engines(engine):
         {"layout": "layer_first"},
         {"weights": b"other weights"},
         {"pool": fakes.MHATokenToKVPoolHost(dtype="torch.int32")},
+        {"pool": fakes.MHATokenToKVPoolHost(storage_format_tag="token-major")},
         {"storage": {"tp_size": 2}},
         {"storage": {"tp_size": 2, "tp_rank": 1}},
         {"storage": {"pp_size": 2, "pp_rank": 1}},
@@ -117,22 +118,57 @@ def test_pages_of_other_engines(engine):
     assert all(mine.get(names, PAGES[:6]))
 
 
+@pytest.fixture
+def server_args(monkeypatch):
+    """Show arguments of SGLang's server at one place, as one of its versions does."""
+
+    def show(module=fingerprint._SHOW_ARGS[0][0], name=fingerprint._SHOW_ARGS[0][1], **fields):
+        args = types.SimpleNamespace(**fields)
+
+        def retired():
+            raise RuntimeError("retired")
+
+        for other, function in fingerprint._SHOW_ARGS:
+            monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
+        return args
+
+    return show
+
+
 @pytest.mark.parametrize(("module", "name"), fingerprint._SHOW_ARGS)
-def test_arguments_that_decide(engine, here, monkeypatch, module, name):
-    path = str(rig.model(here))
-    args = types.SimpleNamespace(model_path=path, kv_cache_dtype="auto")
-
-    def retired():
-        raise RuntimeError("retired")
-
-    for other, function in fingerprint._SHOW_ARGS:
-        monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
+def test_arguments_that_decide(engine, here, server_args, module, name):
+    args = server_args(module, name, model_path=str(rig.model(here)), kv_cache_dtype="auto")
     names = rig.keys(0, 5)
     assert all(engine().set(names, PAGES[:6]))
-    assert engine(storage={"model_name": f"{path}-a-format-of-the-pool"}).exists(names) == 6, "the weights are found"
+    assert engine(storage={"model_name": f"{args.model_path}-a-format-of-the-pool"}).exists(names) == 6, "the weights are found"
     args.kv_cache_dtype = "fp8_e5m2"
     assert engine().exists(names) == 0
+
+
+@pytest.mark.parametrize("alias", ["prod", "a path"])
+def test_two_models_served_under_one_name(engine, here, server_args, alias):
+    """The name that SGLang gives is the served one: it says nothing about the weights, even if it is a path."""
+    served = {"model_name": str(rig.model(here, b"something else")) if alias == "a path" else alias}
+    names = rig.keys(0, 5)
+    args = server_args(model_path=str(rig.model(here, b"one")))
+    assert all(engine(storage=served).set(names, PAGES[:6]))
+    assert engine(storage={"model_name": "another alias"}).exists(names) == 6, "the same weights under another name"
+    args.model_path = str(rig.model(here, b"two"))
+    assert engine(storage=served).exists(names) == 0
+
+
+def test_weights_that_are_not_here(engine, here, server_args):
+    """Path and name stand for weights that are elsewhere; where there is no path, nothing can."""
+    names, served = rig.keys(0, 5), {"model_name": "prod"}
+    args = server_args(model_path="s3://models/one")
+    assert all(engine(storage=served).set(names, PAGES[:6]))
+    assert engine(storage=served).exists(names) == 6
+    args.model_path = "s3://models/two"
+    assert engine(storage=served).exists(names) == 0
+    args.model_path = None
+    with pytest.raises(UnsupportedError, match="prod are known"):
+        engine(storage=served)
 
 
 def test_a_hundred_damaged_pages(engine, here):
