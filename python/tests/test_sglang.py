@@ -263,6 +263,7 @@ def test_agent_killed(engine):
     until(lambda: e.exists(names) == 10)
     assert all(e.get(names, PAGES[:10]))
     assert e.backend._client.lost == 1 and e.agent()[0] != agent
+    assert e.counts("kvport_sglang_agents_lost_total", 1) == 1
     for pid in plugins:
         assert not pathlib.Path(f"/proc/{pid}/exe").exists(), "a plugin of the dead agent lives"
 
