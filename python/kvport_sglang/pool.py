@@ -106,11 +106,7 @@ def geometry(pool: Any, zero_copy: bool) -> Geometry:
         f"page {tokens} tokens",
         f"dtype {pool.dtype}",
         "addresses" if zero_copy else "tensors",
-        *(
-            f"{name} {getattr(pool, name)}"
-            for name in _SIZES
-            if _plain(pool, name)
-        ),
+        *(f"{name} {getattr(pool, name)}" for name in _SIZES if _plain(pool, name)),
         f"parts {len(lengths)} of {sum(lengths)} bytes: {','.join(map(str, lengths[:8]))}",
     ]
     return Geometry(str(pool.layout), tokens, lengths, "; ".join(parts))
