@@ -4,7 +4,7 @@ Calls, one JSON object a line on stdin; answers on stdout:
   {"op": "run", "prompts": [[token]], "max": n, "salt": "" or a cache_salt}  -> {"run": [result]}, all prompts at once
   {"op": "flush"}  -> {"flush": whether the device and host caches are empty now}
   {"op": "quit"}
-A result: {"ids", "cached": {"device", "host", "storage": tokens}, "seconds"}.
+A result: {"ids", "finish", "cached": {"device", "host", "storage": tokens}, "seconds"}.
 """
 
 import json
@@ -25,7 +25,8 @@ def result(output, seconds):
     """What one answer shows."""
     details = output["meta_info"].get("cached_tokens_details") or {}
     cached = {tier: int(details.get(tier) or 0) for tier in ("device", "host", "storage")}
-    return {"ids": output["output_ids"], "cached": cached, "seconds": seconds}
+    finish = output["meta_info"].get("finish_reason") or {}
+    return {"ids": output["output_ids"], "finish": finish.get("type", ""), "cached": cached, "seconds": seconds}
 
 
 def run(engine, call):

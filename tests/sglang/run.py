@@ -22,7 +22,7 @@ sys.path.append(str(HERE.parent / "vllm"))  # what both have in common
 import same  # noqa: E402
 import trouble  # noqa: E402
 from rig import ROOT, Failed, Rig  # noqa: E402
-from served import Answers  # noqa: E402
+from served import Answers, setups  # noqa: E402
 
 LINES = {
     "equal": (same.equal, "every way of a page: cold, device, host, store, a new engine; connectors and layouts: transformers' tokens"),
@@ -107,6 +107,8 @@ def main():
     names = [n for n in args.only.split(",") if n] or list(LINES)
     if unknown := [n for n in names if n not in LINES]:
         parser.error(f"no such line: {', '.join(unknown)}")
+    if unknown := [c for c in args.connector.split(",") if c and c not in setups()]:
+        parser.error(f"no connector of these tests: {', '.join(unknown)}; there are {', '.join(sorted(setups()))}")
     if args.list:
         for name in names:
             print(f"{name}: {LINES[name][1]}")

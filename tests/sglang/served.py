@@ -1,14 +1,15 @@
 """An SGLang engine as the lines drive it, what transformers answers, and configs of kvport for it."""
 
-import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
-from connectors import configs, line
+from connectors import configs, fixtures, line
+from connectors import setups as every
 from rig import Engine, Failed, Result, environment
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -30,6 +31,17 @@ def stored(rig):
     return configs(rig, line("sglang"))
 
 
+def setups():
+    """The names that --connector takes: of connectors, and of ways to set them up."""
+    found = [s for s in every()[0] if line("sglang")(s)]
+    return {s.connector for s in found} | {s.label for s in found}
+
+
+def named():
+    """The connectors whose fixtures name these tests, built or not."""
+    return {name for name, f in fixtures().items() if any("sglang" in s.get("lines", ()) for s in f.get("vllm", ()))}
+
+
 def extra(connector, config, settings=None, kvport=None, **more):
     """SGLang's --hicache-storage-backend-extra-config for a connector; children have its role."""
     if "connectors" in config:
@@ -44,7 +56,7 @@ class SGLang(Engine):
 
     def __init__(self, rig, name, config=None, layout="page_first", env=None, **arguments):
         self.rig, self.name, self.log = rig, name, rig.folder / f"{name}.log"
-        self.calls_log = rig.folder / f"{name}.calls"
+        self.calls_log, self.ours = rig.folder / f"{name}.calls", config is not None
         deps = rig.options.sglang
         given = {"model_path": str(rig.model), "hicache_mem_layout": layout, "hicache_io_backend": LAYOUTS[layout], **arguments}
         if config is not None:
@@ -52,6 +64,7 @@ class SGLang(Engine):
         env = environment({"PYTHONPATH": os.pathsep.join(map(str, (HERE / "stubs", deps / "overlay"))), "SGLANG_USE_CPU_ENGINE": "1",
                            "TORCH_EXTENSIONS_DIR": str(deps / "extensions"), "PYTHONPYCACHEPREFIX": str(deps / "pycache"),
                            "CALLS_LOG": str(self.calls_log), **(env or {})})
+        env["PATH"] = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # the ninja of this environment
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # three processes would compile everything again
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([sys.executable, str(HERE / "engine.py"), json.dumps(given)], stdin=subprocess.PIPE,
@@ -68,38 +81,72 @@ class SGLang(Engine):
 
     def run(self, prompts, tokens=TOKENS, salt="", timeout=600):
         """Answer prompts, all at once."""
-        return [Result(r) for r in self.ask("run", timeout, prompts=prompts, max=tokens, salt=salt)]
+        with Lateness() as lateness:
+            results = self.ask("run", timeout, prompts=prompts, max=tokens, salt=salt)
+        return [Result(r, late=lateness.seconds) for r in results]
 
     def flush(self):
-        """Empty the caches of device and host, once nothing is written to the store any more."""
-        self.rig.until(lambda: self.ask("flush"), f"{self.name}: emptying its caches", 60)
+        """Empty the caches of device and host. SGLang refuses while anything is being written, to the store too, so afterwards nothing is."""
+        self.rig.until(lambda: self.ask("flush"), f"{self.name}: emptying its caches", 120)
 
-    def calls(self, *methods):
-        """What SGLang has asked the backend, in order."""
+    def leave(self):
+        """Stop it once everything is stored."""
+        self.flush()
+        self.stop()
+
+    def rows(self):
+        """What was written down about calls, in order: a row when one begins, and one with "seconds" when it ends."""
         if not self.calls_log.exists():
             return []
-        rows = [json.loads(text) for text in self.calls_log.read_text(encoding="utf-8").splitlines()]
-        return [r for r in rows if not methods or r["method"] in methods]
+        return [json.loads(text) for text in self.calls_log.read_text(encoding="utf-8").splitlines()]
+
+    def calls(self, *methods):
+        """What SGLang has asked the backend, in the order in which it ended."""
+        return [r for r in self.rows() if "seconds" in r and (not methods or r["method"] in methods)]
+
+    def check_calls(self):
+        """Fail unless every call has ended, and none of them by raising."""
+        rows = self.rows()
+        ended = {r["call"] for r in rows if "seconds" in r}
+        if missing := [r for r in rows if r["call"] not in ended]:
+            raise Failed(f"{self.name}: calls have not ended: {missing}")
+        if raised := [r for r in rows if r.get("raised")]:
+            raise Failed(f"{self.name}: calls have raised: {raised}")
+        if self.ours and (faults := self.number("kvport_sglang_faults_total")):
+            raise Failed(f"{self.name}: {faults} exceptions were caught in the backend")
+
+    def numbers(self, timeout=30):
+        """The backend's numbers, written after this was called."""
+        path, asked = pathlib.Path(f"{self.calls_log}.numbers"), time.time()
+        self.rig.until(lambda: path.exists() and path.stat().st_mtime > asked, f"{self.name}: new numbers of the backend", timeout)
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def number(self, name, *labels):
         """Add up a number of the backend's over all labels that contain the given ones."""
-        with contextlib.suppress(OSError, ValueError):
-            numbers = json.loads(pathlib.Path(f"{self.calls_log}.numbers").read_text(encoding="utf-8"))
-            return int(sum(v for k, v in numbers.items() if k.split("{")[0] == name and all(label in k for label in labels)))
-        return 0
+        return int(sum(v for k, v in self.numbers().items() if k.split("{")[0] == name and all(label in k for label in labels)))
 
-    def settled(self, pages, timeout=120):
-        """Wait until that many pages in all have been put."""
-        put = lambda: sum(r["done"] for r in self.calls("batch_set_v1", "batch_set"))  # noqa: E731
-        self.rig.until(lambda: put() >= pages, f"{self.name}: {pages} pages put, {put()} so far", timeout)
 
-    def quiet(self):
-        """Wait until a second passes without a put."""
+class Lateness:
+    """By how many seconds sleeps are too long: what a busy machine adds to a time."""
 
-        seen = -1
-        while (now := len(self.calls())) != seen:
-            seen = now
-            time.sleep(1)
+    BEAT = 0.05
+
+    def __enter__(self):
+        self.seconds, self.over = 0.0, threading.Event()
+        self.thread = threading.Thread(target=self.beat, daemon=True)
+        self.thread.start()
+        return self
+
+    def beat(self):
+        """Sleep and look at the clock until the end."""
+        while not self.over.is_set():
+            begun = time.monotonic()
+            time.sleep(self.BEAT)
+            self.seconds += max(0.0, time.monotonic() - begun - self.BEAT)
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
 
 
 class Answers:

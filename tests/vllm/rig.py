@@ -348,7 +348,7 @@ class Rig:
         for i, (w, g) in enumerate(zip(want, got)):
             if list(w.ids) != list(g.ids):
                 at = next((k for k, (a, b) in enumerate(zip(w.ids, g.ids)) if a != b), min(len(w.ids), len(g.ids)))
-                raise Failed(f"{what}: answer {i} differs from vLLM's own at token {at} of {len(w.ids)} (finish {g.finish}): {g.ids} != {w.ids}")
+                raise Failed(f"{what}: answer {i} is not what it must be, from token {at} of {len(w.ids)} on (finish {g.finish}): {g.ids} != {w.ids}")
             self.count("tokens equal", len(w.ids))
 
     def until(self, condition, what, timeout=30):
