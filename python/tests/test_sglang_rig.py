@@ -4,12 +4,12 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-import tomllib
 
 import pytest
 
@@ -109,6 +109,34 @@ def test_no_connector_is_no_success(line, monkeypatch):
         same.equal_cases(line)
 
 
+def test_lines_share_engines(line, tmp_path, monkeypatch):
+    """An engine outlives the line that started it, comes to the next one with empty caches, and is started again after stop."""
+    made = []
+
+    class Engine:
+        def __init__(self, rig, name, config, folder=None, **more):
+            assert folder.is_dir()
+            self.rig, self.name, self.flushed, self.stopped = rig, name, 0, 0
+            rig.processes.append(self)
+            made.append(self)
+
+        def flush(self):
+            self.flushed += 1
+
+        def stop(self):
+            self.stopped += 1
+
+    monkeypatch.setattr(served, "SGLang", Engine)
+    monkeypatch.setattr(served, "storage", lambda rig, folder: ("label", "NameConnector", {"folder": str(folder)}))
+    shared, other = served.Shared(tmp_path), Rig.__new__(Rig)
+    line.processes, other.processes = [], []
+    engine = shared.kvport(line)
+    assert shared.file(line) is not engine and not line.processes
+    assert shared.kvport(other) is engine and engine.rig is other and engine.flushed == 2
+    shared.stop()
+    assert [e.stopped for e in made] == [1, 1] and shared.kvport(other) is not engine and len(made) == 3
+
+
 def test_unknown_connectors_are_refused():
     done = subprocess.run([sys.executable, RUN, "--list", "--connector", "typo"], check=False, capture_output=True, text=True)
     assert done.returncode == 2 and "no connector of these tests: typo" in done.stderr, done
@@ -117,8 +145,8 @@ def test_unknown_connectors_are_refused():
 
 def test_plugins_are_those_of_the_wheel():
     """SGLang finds kvport where the tests name it, as it would where the wheel is installed."""
-    with open(ROOT / "python" / "pyproject.toml", "rb") as f:
-        ((name, value),) = tomllib.load(f)["project"]["entry-points"]["sglang.srt.plugins"].items()
+    text = (ROOT / "python" / "pyproject.toml").read_text()
+    ((name, value),) = re.findall(r'entry-points."sglang.srt.plugins"\]\n(\w+) = "(.*)"', text)
     (named,) = (ROOT / "tests" / "sglang" / "stubs").glob("*.dist-info/entry_points.txt")
     assert f"{name} = {value}" in named.read_text().splitlines()
 

@@ -22,7 +22,7 @@ sys.path.append(str(HERE.parent / "vllm"))  # what both have in common
 import same  # noqa: E402
 import trouble  # noqa: E402
 from rig import ROOT, Failed, Rig  # noqa: E402
-from served import Answers, setups  # noqa: E402
+from served import Answers, Shared, setups  # noqa: E402
 
 LINES = {
     "equal": (same.equal, "every way of a page: cold, device, host, store, a new engine; connectors and layouts: transformers' tokens"),
@@ -43,7 +43,7 @@ class Options:
     def __init__(self, args):
         self.seed, self.keep, self.connector, self.deps, self.sglang = args.seed, args.keep, args.connector, args.vllm, args.deps
         self.kills, self.pairs, self.scratch = args.kills, args.pairs, args.scratch
-        self.answers = Answers(sys.executable, args.baseline)
+        self.answers, self.shared = Answers(sys.executable, args.baseline), Shared(args.scratch)
 
 
 class Line(Rig):
@@ -77,6 +77,8 @@ def run(options, name):
         error = traceback.format_exc()
     finally:
         rig.close(options.keep or error)
+        if error:
+            options.shared.stop()  # the next line starts its own
     seconds = round(time.monotonic() - start)
     counts = ", ".join(f"{value} {what}" if isinstance(value, int) else f"{what} {value}" for what, value in rig.counts.items())
     load = os.getloadavg()[1]  # of the last 5 minutes: what times are worth
@@ -121,6 +123,7 @@ def main():
         reports.append(run(options, name))
         seconds = round(time.monotonic() - begun)
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": seconds, "stand_ins": stand_ins(), "lines": reports}, indent=1), encoding="utf-8")
+    options.shared.stop()
     failed = [r["line"] for r in reports if not r["ok"]]
     print(f"\n{len(reports) - len(failed)} of {len(reports)} lines hold" + (f"; failed: {', '.join(failed)}" if failed else "") +
           f"; {seconds // 60} min {seconds % 60} s; results in {args.json}")

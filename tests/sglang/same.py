@@ -10,7 +10,6 @@ from rig import ROOT, Failed, Server, free_port, kvport, tail
 from rig import Engine as VLLM
 from served import LAYOUTS, PAGE, TOKENS, SGLang, check_cached, extra, full, named, stored
 
-FILE = {"hicache_storage_backend": "file"}  # SGLang's own
 PAGE_BYTES = 2 * 30 * PAGE * 3 * 64 * 4  # K and V, layers, tokens, heads, of a head, float32
 BLOCK = 32  # tokens of a block of vLLM on a CPU: no fewer, so pages are as long where there is a vLLM
 SMALL = 2048  # tokens on a device that soon evicts
@@ -79,52 +78,56 @@ def equal(rig):
         rig.say(f"{label} holds")
 
 
-def spoil(folder):
-    """Change 4 KiB amid every file of a page; how many there are."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size >= PAGE_BYTES]
+def pages_in(folder):
+    """The files that hold a page."""
+    return {p for p in folder.rglob("*") if p.is_file() and p.stat().st_size >= PAGE_BYTES}
+
+
+def spoil(files):
+    """Change 4 KiB amid every page."""
     for path in files:
         with open(path, "r+b") as f:
             f.seek(PAGE_BYTES // 2)
             old = f.read(4096)
             f.seek(PAGE_BYTES // 2)
             f.write(bytes(b ^ 0xFF for b in old))
-    return len(files)
 
 
 def damaged(rig):
     """A hundred damaged pages; the same damage under SGLang's own backend, to see that it matters."""
-    _, connector, config = storage(rig, rig.folder / "blocks")
-    prompts = rig.prompts.set("damaged", [545, 560, 575])  # 34 or 35 whole pages each
-    want = rig.want(prompts)
-    engine = SGLang(rig, "kvport", extra(connector, config))
+    shared, prompts = rig.options.shared, rig.prompts.set("damaged", [545, 560, 575])  # 34 or 35 whole pages each
+    want, pages = rig.want(prompts), sum(full(p) // PAGE for p in prompts)
+    engine = shared.kvport(rig)
+    before = pages_in(shared.blocks)
     rig.equal("cold", want, engine.run(prompts))
     engine.flush()
     # Pages that are filled while an answer is made are stored too, and a prompt never asks for its own: spoil all.
-    spoiled = spoil(rig.folder / "blocks")
-    pages = sum(full(p) // PAGE for p in prompts)
-    rig.check(spoiled >= pages >= 100, f"{spoiled} pages were damaged, {pages} are asked for")
+    files, known = pages_in(shared.blocks) - before, engine.number("kvport_integrity_failures_total")
+    rig.check(len(files) >= pages >= 100, f"{len(files)} pages were stored, {pages} are asked for")
+    spoil(files)
     got = engine.run(prompts)
     rig.equal("damaged", want, got)
     rig.check(not any(r.cached["storage"] for r in got), f"damaged pages were taken: {[r.cached for r in got]}")
     engine.flush()
-    rig.check((counted := engine.number("kvport_integrity_failures_total")) == pages, f"{counted} pages are counted as damaged, {pages} were asked for")
+    counted = engine.number("kvport_integrity_failures_total") - known
+    rig.check(counted == pages, f"{counted} pages are counted as damaged, {pages} were asked for")
     rig.show("damaged pages that were asked for", pages)
     rig.show("counted as damaged", counted)
     got = engine.run(prompts)
     rig.equal("mended", want, got)
     check_cached(rig, "mended", got, prompts, "storage")
     engine.check_calls()
-    engine.stop()
-    own = SGLang(rig, "file", None, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(rig.folder / "own")}, **FILE,
-                 hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": PAGE}))
+    own = shared.file(rig)
+    before = pages_in(shared.own)
     rig.equal("file, cold", want, own.run(prompts))
     own.flush()
-    rig.check((same := spoil(rig.folder / "own")) == spoiled, f"SGLang's own backend has {same} pages, ours {spoiled}")
+    same = pages_in(shared.own) - before
+    rig.check(len(same) == len(files), f"SGLang's own backend stored {len(same)} pages, ours {len(files)}")
+    spoil(same)
     got = own.run(prompts)
     wrong = sum(list(w.ids) != list(g.ids) for w, g in zip(want, got, strict=True))
     rig.check(wrong > 0, "the damage changes nothing under SGLang's own backend either, so it shows nothing")
     rig.show("wrong answers of SGLang's own backend after the same damage", f"{wrong} of {len(prompts)}")
-    own.stop()
 
 
 def other_weights(rig):
@@ -247,10 +250,9 @@ def by_kvport_serve(rig, connector, config, prompts, least):
 
 def salted(rig):
     """Salts are in SGLang's keys: a page of one is not found under another."""
-    _, connector, config = storage(rig, rig.folder / "blocks")
     prompts = [rig.prompts.cut("salted", 300)]
     want = rig.want(prompts)
-    engine = SGLang(rig, "salts", extra(connector, config))
+    engine = rig.options.shared.kvport(rig)
     for salt, hit in ("", False), ("a", False), ("b", False), ("a", True), ("", True):
         got = engine.run(prompts, salt=salt)
         rig.equal(f"salt {salt!r}", want, got)
@@ -258,7 +260,6 @@ def salted(rig):
         rig.count("hits with a salt that was used before" if hit else "misses with a new salt")
         engine.flush()
     engine.check_calls()
-    engine.stop()
 
 
 def refused(rig):

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from connectors import configs, fixtures, line
+from connectors import configs, fixtures, line, storage
 from connectors import setups as every
 from rig import Engine, Failed, Result, environment
 
@@ -54,9 +54,10 @@ def extra(connector, config, settings=None, kvport=None, **more):
 class SGLang(Engine):
     """One engine of SGLang, with all its processes; see engine.py."""
 
-    def __init__(self, rig, name, config=None, layout="page_first", env=None, **arguments):
-        self.rig, self.name, self.log = rig, name, rig.folder / f"{name}.log"
-        self.calls_log, self.ours = rig.folder / f"{name}.calls", config is not None
+    def __init__(self, rig, name, config=None, layout="page_first", env=None, folder=None, **arguments):
+        folder = folder or rig.folder
+        self.rig, self.name, self.log = rig, name, folder / f"{name}.log"
+        self.calls_log, self.ours = folder / f"{name}.calls", config is not None
         deps = rig.options.sglang
         given = {"model_path": str(rig.model), "hicache_mem_layout": layout, "hicache_io_backend": LAYOUTS[layout], **arguments}
         if config is not None:
@@ -68,7 +69,7 @@ class SGLang(Engine):
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # three processes would compile everything again
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([sys.executable, str(HERE / "engine.py"), json.dumps(given)], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=rig.folder)
+                                            stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=folder)
         rig.processes.append(self)
         self.listen()
         self.ready = self.answer("ready", 600)
@@ -104,13 +105,21 @@ class SGLang(Engine):
         """What SGLang has asked the backend, in the order in which it ended."""
         return [r for r in self.rows() if "seconds" in r and (not methods or r["method"] in methods)]
 
-    def check_calls(self):
-        """Fail unless every call has ended, and none of them by raising."""
+    def open_calls(self):
+        """The calls that have begun and not ended."""
         rows = self.rows()
         ended = {r["call"] for r in rows if "seconds" in r}
-        if missing := [r for r in rows if r["call"] not in ended]:
+        return [r for r in rows if r["call"] not in ended]
+
+    def settle(self, timeout=120):
+        """Wait until every call has ended, also one that SGLang has given up."""
+        self.rig.until(lambda: not self.open_calls(), f"{self.name}: the end of its calls", timeout)
+
+    def check_calls(self):
+        """Fail unless every call has ended, and none of them by raising."""
+        if missing := self.open_calls():
             raise Failed(f"{self.name}: calls have not ended: {missing}")
-        if raised := [r for r in rows if r.get("raised")]:
+        if raised := [r for r in self.rows() if r.get("raised")]:
             raise Failed(f"{self.name}: calls have raised: {raised}")
         if self.ours and (faults := self.number("kvport_sglang_faults_total")):
             raise Failed(f"{self.name}: {faults} exceptions were caught in the backend")
@@ -124,6 +133,40 @@ class SGLang(Engine):
     def number(self, name, *labels):
         """Add up a number of the backend's over all labels that contain the given ones."""
         return int(sum(v for k, v in self.numbers().items() if k.split("{")[0] == name and all(label in k for label in labels)))
+
+
+class Shared:
+    """Two engines that lines use one after another, since a start takes longer than most of them: kvport's, and SGLang's own file backend."""
+
+    def __init__(self, scratch):
+        self.folder, self.engines = pathlib.Path(scratch) / "shared", {}
+        self.blocks, self.own = self.folder / "blocks", self.folder / "own"
+
+    def kvport(self, rig):
+        """The engine that keeps pages in one store of files."""
+        _, connector, config = storage(rig, self.blocks)
+        return self.engine(rig, "kvport", extra(connector, config))
+
+    def file(self, rig):
+        """The engine with SGLang's own backend."""
+        return self.engine(rig, "file", None, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.own)}, hicache_storage_backend="file",
+                           hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": PAGE}))
+
+    def engine(self, rig, name, config, **more):
+        """Give an engine with empty caches to a line; start it if none has."""
+        if name not in self.engines:
+            self.folder.mkdir(exist_ok=True)
+            self.engines[name] = SGLang(rig, name, config, folder=self.folder, **more)
+            rig.processes.remove(self.engines[name])  # which end with the line
+        self.engines[name].rig = rig
+        self.engines[name].flush()
+        return self.engines[name]
+
+    def stop(self):
+        """End them."""
+        for engine in self.engines.values():
+            engine.stop()
+        self.engines.clear()
 
 
 class Lateness:
