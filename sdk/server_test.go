@@ -129,7 +129,9 @@ type registering struct {
 	register func(context.Context, *connector.KV) error
 }
 
-func (r *registering) RegisterKV(ctx context.Context, kv *connector.KV) error { return r.register(ctx, kv) }
+func (r *registering) RegisterKV(ctx context.Context, kv *connector.KV) error {
+	return r.register(ctx, kv)
+}
 
 func TestRegisterer(t *testing.T) {
 	var registered *connector.KV
