@@ -77,7 +77,7 @@ func broadRules() []string {
 	return []string{"FAULT-01", "WORK-05", "STORE-01", "WORK-01", "WORK-07", "OPEN-01"}
 }
 
-// breadth orders rules: what a specific one says names the fault better than what a broad one says.
+// breadth orders rules from the specific to the broad, because a specific rule names the fault better.
 func breadth(rule string) int { return slices.Index(broadRules(), rule) }
 
 // WriteSummary writes for people what failed or was inconclusive, what failed first, the most specific rule first and in five lines at most

@@ -14,14 +14,13 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "vllm"))  # what both have in common
 
 import same  # noqa: E402
 import trouble  # noqa: E402
-from rig import ROOT, Failed, Rig  # noqa: E402
+from rig import ROOT, Rig, run_line  # noqa: E402
 from served import Answers, Shared, setups  # noqa: E402
 
 LINES = {
@@ -67,27 +66,10 @@ def stand_ins():
 def run(options, name):
     """Run one line; give its report."""
     check, promise = LINES[name]
-    print(f"\n== {name}: {promise}", flush=True)
-    rig, start, error = Line(options, name), time.monotonic(), ""
-    try:
-        check(rig)
-    except Failed as err:
-        error = str(err)
-    except Exception:  # a broken test is a failed line
-        error = traceback.format_exc()
-    finally:
-        rig.close(options.keep or error)
-        if error:
-            options.shared.stop()  # the next line starts its own
-    seconds = round(time.monotonic() - start)
-    counts = ", ".join(f"{value} {what}" if isinstance(value, int) else f"{what} {value}" for what, value in rig.counts.items())
-    load = os.getloadavg()[1]  # of the last 5 minutes: what times are worth
-    print(f"== {name}: {'FAILED' if error else 'ok'} in {seconds} s at a load of {load:.1f}: {counts}", flush=True)
-    for note in rig.notes:
-        print(f"   {note}")
-    if error:
-        print(f"   {error}\n   logs are in {rig.folder}", flush=True)
-    return {"line": name, "promise": promise, "ok": not error, "seconds": seconds, "load": load, "counts": rig.counts, "notes": rig.notes, "error": error}
+    report = run_line(Line(options, name), name, promise, check, options.keep)
+    if not report["ok"]:
+        options.shared.stop()  # the next line starts its own
+    return report
 
 
 def main():

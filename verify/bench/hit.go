@@ -139,10 +139,7 @@ func (b *bench) hit(ctx context.Context) (err error) {
 	}
 	var hits, misses took
 	took, err := b.turns().measure(ctx, check, unkeyed, func(int) error {
-		first, _, external, err := r.generate(ctx, prompt, 1)
-		if err == nil && external != b.prompt {
-			err = fmt.Errorf("%d tokens of %d came from storage", external, b.prompt)
-		}
+		first, err := b.firstToken(ctx, r, prompt)
 		hits = append(hits, first)
 		return err
 	}, func(int) error {
@@ -169,6 +166,15 @@ func (b *bench) hit(ctx context.Context) (err error) {
 		}
 	}
 	return nil
+}
+
+// firstToken is the time to the first token of a prompt all of whose blocks must come from storage.
+func (b *bench) firstToken(ctx context.Context, r *runner, prompt []int32) (time.Duration, error) {
+	first, _, external, err := r.generate(ctx, prompt, 1)
+	if err == nil && external != b.prompt {
+		err = fmt.Errorf("%d tokens of %d came from storage", external, b.prompt)
+	}
+	return first, err
 }
 
 // store computes a prompt once, which saves it, and waits until it can be loaded.

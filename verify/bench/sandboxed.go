@@ -54,13 +54,7 @@ func (b *bench) sandboxed(ctx context.Context) (err error) {
 		runners = append(runners, r)
 	}
 	bytes := blockBytes(m) * int64(b.prompt/blockTokens)
-	err = b.pair(ctx, name, bytes, runners, func(r *runner, _ int) (time.Duration, error) {
-		first, _, external, err := r.generate(ctx, prompt, 1)
-		if err == nil && external != b.prompt {
-			err = fmt.Errorf("%d tokens of %d came from storage", external, b.prompt)
-		}
-		return first, err
-	})
+	err = b.pair(ctx, name, bytes, runners, func(r *runner, _ int) (time.Duration, error) { return b.firstToken(ctx, r, prompt) })
 	if err != nil {
 		return err
 	}
