@@ -123,13 +123,15 @@ func TestWorkerSeesTheHostsMemory(t *testing.T) {
 	require.ErrorIs(t, wire.ErrorFromProto(l.call(matchCall()).GetError()), connector.ErrIncompatible)
 }
 
-// registering is a worker that wants its cache early.
+// registering is a worker that asks for its cache early.
 type registering struct {
 	*scripted
 	register func(context.Context, *connector.KV) error
 }
 
-func (r *registering) RegisterKV(ctx context.Context, kv *connector.KV) error { return r.register(ctx, kv) }
+func (r *registering) RegisterKV(ctx context.Context, kv *connector.KV) error {
+	return r.register(ctx, kv)
+}
 
 func TestRegisterer(t *testing.T) {
 	var registered *connector.KV
