@@ -18,17 +18,23 @@ func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connec
 	if err != nil {
 		return nil, err
 	}
-	worker, err := power[connector.LayerWorker](w.worker, connector.CanLayers)
+	worker, err := counted[connector.LayerWorker](w, connector.CanLayers)
 	if err != nil {
 		return nil, err
-	}
-	if w.board == nil {
-		return nil, fmt.Errorf("save layers: the side was opened without counters: %w", connector.ErrIncompatible)
 	}
 	p := &boardProgress{board: w.board, slot: s.Slot, call: s.Call, layers: w.kv.Layout().Layers()}
 	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 		return worker.SaveLayers(ctx, t, kv, p)
 	}, nil
+}
+
+// counted is the worker side as one that goes layer by layer, if it can and has counters for that.
+func counted[T any](w *side, bit connector.Capability) (T, error) {
+	worker, err := power[T](w.worker, bit)
+	if err == nil && w.board == nil {
+		err = fmt.Errorf("%v: the side was opened without counters: %w", bit, connector.ErrIncompatible)
+	}
+	return worker, err
 }
 
 // boardProgress is the Progress of one call: a counter that the host advances in shared memory.
@@ -60,12 +66,9 @@ func (w *side) loadLayers(m *kvportv1.LoadLayers) (func(context.Context, *connec
 	if err != nil {
 		return nil, err
 	}
-	worker, err := power[connector.LayerLoader](w.worker, connector.CanOverlap)
+	worker, err := counted[connector.LayerLoader](w, connector.CanOverlap)
 	if err != nil {
 		return nil, err
-	}
-	if w.board == nil {
-		return nil, fmt.Errorf("load layers: the side was opened without counters: %w", connector.ErrIncompatible)
 	}
 	a := &boardArrivals{board: w.board, slot: l.Slot, call: l.Call, layers: w.kv.Layout().Layers()}
 	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {

@@ -31,7 +31,7 @@ func (c overlapCall) right() error {
 func (c overlapCall) load(bring func() error) error {
 	for _, b := range c.t.Blocks {
 		if _, ok := c.backend.get(c.key(b)); !ok {
-			return c.worker.Load(c.ctx, c.t, c.kv)
+			return c.Load(c.ctx, c.t, c.kv)
 		}
 	}
 	if err := c.ctx.Err(); err != nil {
@@ -106,7 +106,7 @@ func overlapFaults() []fault {
 			})
 		})},
 		{"announces the layers of what it has of a load", "overlap-missing", onOverlap(func(c overlapCall) error {
-			err := c.worker.Load(c.ctx, c.t, c.kv)
+			err := c.Load(c.ctx, c.t, c.kv)
 			c.arrived.Advance(c.count())
 			awhile()
 			return err

@@ -83,7 +83,7 @@ func (b *Tracker) overlaps(c *call, check []connector.Block) bool {
 // Verified says that n layers of all that a call with Overlap loads have arrived and are right. The engine is told about a
 // layer when every call has it. From then on the load is not tried again, since that would write the blocks while they
 // are read: it ends well or it fails.
-func (b *Tracker) Verified(now time.Time, id CallID, n int) []Action {
+func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 	c := b.calls[id]
 	if c == nil || !b.cfg.Overlap || c.op.kind != Load || c.op.canceled || c.op.planning {
 		return nil

@@ -133,7 +133,7 @@ func TestVerifiedOnEveryRank(t *testing.T) {
 func TestOverlapIsOneAttempt(t *testing.T) {
 	for name, end := range map[string]func(b *bench, m Move){
 		"busy": func(b *bench, m Move) { b.done(m, Outcome{Err: connector.ErrBusy}) },
-		"death": func(b *bench, m Move) {
+		"death": func(b *bench, _ Move) {
 			b.got(b.Reaped(b.now, 1))
 		},
 	} {
