@@ -44,10 +44,15 @@ func piped(t testing.TB, cfg Config, role connector.Role, dir, extra string) Con
 
 // pair starts a producer and a consumer that takes over what it computes.
 func pair(t testing.TB, cfg Config) (p, d *rig) {
+	return pairAs(t, cfg, func(c Config) Config { return c })
+}
+
+// pairAs is pair with configs as a function makes them.
+func pairAs(t testing.TB, cfg Config, as func(Config) Config) (p, d *rig) {
 	address, dir := freeAddress(t), t.TempDir()
-	p = start(t, piped(t, cfg, connector.RoleProducer, dir, fmt.Sprintf(`"listen": %q`, address)))
+	p = start(t, as(piped(t, cfg, connector.RoleProducer, dir, fmt.Sprintf(`"listen": %q`, address))))
 	cfg.PrefixCaching = false
-	d = start(t, piped(t, cfg, connector.RoleConsumer, dir, fmt.Sprintf(`"subscribe": [%q]`, address)))
+	d = start(t, as(piped(t, cfg, connector.RoleConsumer, dir, fmt.Sprintf(`"subscribe": [%q]`, address))))
 	require.Eventually(t, func() bool { return p.metric(t, "kvport_connector_subscribers", "") == 1 }, time.Minute, 5*time.Millisecond)
 	return p, d
 }
@@ -74,12 +79,17 @@ func (h *hooked) Forward(batch *model.Batch, kv *connector.KV) error {
 
 // Rule LAYER-09: what a producer computes, in chunks, is with its consumer layer by layer, and right.
 func TestLayerWise(t *testing.T) {
-	for name, cfg := range map[string]Config{"sim": simConfig(t), "tiny": tinyConfig(t), "ranks": spreadConfig(t, 2, 2, sim.ByBlock)} {
+	for name, cfg := range map[string]Config{"sim": simConfig(t), "tiny": tinyConfig(t), "ranks": spreadConfig(t, 2, 2, sim.ByBlock), "multi": simConfig(t)} {
 		t.Run(name, func(t *testing.T) {
 			cfg.MaxBatchedTokens = 48 // a long prompt is computed in several steps
 			reqs := requests(12)
 			want := tokensOf(start(t, cfg).ask(t, reqs, 4))
-			p, d := pair(t, cfg)
+			p, d := pairAs(t, cfg, func(c Config) Config {
+				if name == "multi" {
+					return composed(t, c)
+				}
+				return c
+			})
 			require.True(t, p.host.LayerWise())
 			decode := prefill(t, p, reqs)
 			got := d.ask(t, decode, 4)

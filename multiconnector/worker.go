@@ -360,6 +360,11 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 // A ticket promises what the children have that keep finished blocks for consumers, if there are such, else
 // every block that is stored as Save says. promised is called once at most, and not where a block has failed.
 func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, promised func()) error {
+	return w.save(t, promised, func(child int, part *connector.Transfer) error { return w.sides[child].Save(ctx, part, kv) })
+}
+
+// save saves by a function that moves one child's part.
+func (w *worker) save(t *connector.Transfer, promised func(), move func(child int, part *connector.Transfer) error) error {
 	stored := w.twice(t)
 	shares, err := w.saves(t, stored)
 	if err != nil {
@@ -373,7 +378,7 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 	w.together(len(shares), func(k int) {
 		s := &shares[k]
 		indexes, parts := w.partsOf(t, s, busy)
-		bad, err := eachPart(parts, func(part *connector.Transfer) error { return w.sides[s.child].Save(ctx, part, kv) })
+		bad, err := eachPart(parts, func(part *connector.Transfer) error { return move(s.child, part) })
 		w.note(t, s.child, indexes, bad)
 		p.returned(s.child, err, func() {
 			for _, i := range indexes {
