@@ -89,3 +89,28 @@ func TestSubscriberThatSleeps(t *testing.T) {
 	}
 	require.Eventually(t, func() bool { return p.count("subscribers") == 0 }, time.Minute, time.Millisecond)
 }
+
+// A consumer to which blocks are pushed, and which has subscribed as well, is sent the blocks of a request once. One that has not
+// is sent them when they are saved.
+func TestSubscribedAndPushed(t *testing.T) {
+	for _, subscribes := range []bool{true, false} {
+		w := &wires{}
+		p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Push: func(connector.RequestID) string { return "wire-1" }})
+		peers := pipe.Peers{Pushed: true, Wait: 3 * time.Second}
+		subscribers, pushed := int64(0), int64(2)
+		if subscribes {
+			peers.Subscribe, subscribers, pushed = []string{"wire-0"}, 1, 0
+		}
+		d := w.engine(t, "d", connector.RoleConsumer, peers)
+		require.Eventually(t, func() bool { return p.count("subscribers") == subscribers }, time.Minute, time.Millisecond)
+		count, ended := p.begin(1, 2)
+		count.Advance(1)
+		require.NoError(t, <-ended)
+		require.Eventually(t, func() bool { return d.has(1, 2) == 2 }, time.Minute, time.Millisecond)
+		ticket := p.save(1, 2) // they are stored already, and were sent
+		require.Equal(t, 2, d.settled(ticket, 1, 2))
+		d.load(ticket, 1, 2)
+		require.Equal(t, pushed, p.count("pushed_blocks_total"))
+		require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
+	}
+}

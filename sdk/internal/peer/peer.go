@@ -42,23 +42,21 @@ func Open(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool
 	log := cmp.Or(env.Log, slog.New(slog.DiscardHandler))
 	s := newStore(peers, pool, log)
 	s.layered = layered
+	if env.Role.Saves() || peers.Pushed {
+		err := wire.Guard(log, "listen", func() (err error) {
+			s.listener, err = peers.Network.Listen(ctx)
+			return err
+		})
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("listen: %w", err), s.Close())
+		}
+		s.tasks.Go(s.accept)
+	}
 	if env.Role.Loads() {
 		for _, address := range peers.Subscribe {
 			s.tasks.Go((&subscription{store: s, address: address}).run)
 		}
 	}
-	if !env.Role.Saves() && !peers.Pushed {
-		return s, nil
-	}
-	var err error
-	err = wire.Guard(log, "listen", func() error {
-		s.listener, err = peers.Network.Listen(ctx)
-		return err
-	})
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listen: %w", err), s.Close())
-	}
-	s.tasks.Go(s.accept)
 	return s, nil
 }
 
@@ -234,10 +232,16 @@ func (w *Worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 		push.layers(blocks, kv, n, final)
 		n = final
 	}
+	var sent []connector.StoreKey
 	for _, b := range blocks {
 		if err := b.slot.Done(nil); err != nil {
 			failed = append(failed, b.id)
+			continue
 		}
+		sent = append(sent, b.key)
+	}
+	if push.reaches(w.peers.target(t.Request)) { // it has them
+		w.peers.pushing.add(t.Request, sent)
 	}
 	w.PushSaved(ctx, t)
 	if len(failed) > 0 {

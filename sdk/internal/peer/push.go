@@ -324,7 +324,9 @@ func parseParts(rest []byte, size int) ([]part, bool) {
 
 // subscriber is a consumer that receives what is computed here.
 type subscriber struct {
-	out   pipe.Pipe
+	out     pipe.Pipe
+	address string // at which it listens for blocks that are pushed; "" if it does not
+
 	sent  atomic.Int64 // bytes
 	taken atomic.Int64 // bytes that it has confirmed
 	lost  func()       // ends its link
@@ -394,7 +396,8 @@ func (m *message) parseLayers(rest []byte, size int) (ok bool) {
 		m.bytes = int64(binary.LittleEndian.Uint64(rest))
 		return m.bytes >= 0
 	}
-	return len(rest) == 0 && size == 0
+	m.from = string(rest)
+	return len(rest) <= maxAddress && size == 0
 }
 
 // layered is a block that is being computed: its room in the buffer, and the offsets of its segments there.
@@ -419,6 +422,16 @@ func (s *Store) beginPush() *push {
 		p.to[sub] = sub.taken.Load()
 	}
 	return p
+}
+
+// reaches reports whether the consumer at an address has been sent all layers.
+func (p *push) reaches(address string) bool {
+	for sub := range p.to {
+		if address != "" && sub.address == address {
+			return true
+		}
+	}
+	return false
 }
 
 // early counts what subscribers had confirmed when the last layer was computed.
@@ -495,6 +508,14 @@ func (p *push) drop(blocks []*layered) {
 	}
 }
 
+// pushedTo is where this consumer listens for blocks that are pushed, or "".
+func (s *Store) pushedTo() string {
+	if s.listener == nil || !s.peers.Pushed {
+		return ""
+	}
+	return s.listener.Address()
+}
+
 // subscription receives what one producer computes, as long as the store is open.
 type subscription struct {
 	store    *Store
@@ -547,7 +568,7 @@ func (s *subscription) once() error {
 			s.drop(k)
 		}
 	}()
-	if err := s.store.send(link.Out, &message{kind: kindSubscribe}, nil); err != nil {
+	if err := s.store.send(link.Out, &message{kind: kindSubscribe, from: s.store.pushedTo()}, nil); err != nil {
 		return err
 	}
 	for {

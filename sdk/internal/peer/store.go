@@ -171,6 +171,7 @@ func (s *Store) answer(to *subscriber, m *message) error {
 	out := to.out
 	switch m.kind {
 	case kindSubscribe:
+		to.address = m.from
 		s.pushes.add(to)
 		return nil
 	case kindTaken:
