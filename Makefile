@@ -41,7 +41,7 @@ FAULTED   := ./internal/fault ./verify/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench lint vllm-test generate clean help
+.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench bench-serve lint vllm-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -110,6 +110,12 @@ attack: deps build ## attack the binaries as clients, strangers, servers and plu
 
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
+
+bench-serve: deps build ## compare prefill and decode apart with one engine: 15 minutes of real traffic, for docs/benchmarks/serve.jsonl, and the simulation
+	bin/kvport bench serve --plugin-path bin --workload docs/benchmarks/serve-workload.json --setups pd,chunked,pd-offload,pd-turns --rate 0.5,1 --rounds 4 --format json > docs/benchmarks/serve.jsonl.new
+	mv docs/benchmarks/serve.jsonl.new docs/benchmarks/serve.jsonl
+	bin/kvport sim serve --format json > docs/benchmarks/simulated.jsonl
+	$(GO) generate ./verify/bench/report
 
 vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on
 	@$(PYTHON) scripts/vllm_setup.py --dir $(VLLM_DIR)

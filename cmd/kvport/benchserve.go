@@ -15,7 +15,6 @@ import (
 
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/verify/bench"
-	"github.com/kvport/kvport/verify/bench/report"
 	"github.com/kvport/kvport/verify/bench/serve"
 )
 
@@ -27,7 +26,8 @@ type serveBench struct {
 	seed                            uint64
 	rounds, requests                int
 	threads, blocks, traceBlock     int
-	rate, speed                     float64
+	speed                           float64
+	rates                           []float64
 	ttft, itl, timeout              time.Duration
 	vllm, quick                     bool
 }
@@ -52,7 +52,7 @@ func newBenchServe() *cobra.Command {
 	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "with --url: file with the API key")
 	flags.StringVar(&f.config, "workload", "", "file with the workload as JSON (default one for a small model on two cores)")
 	flags.IntVar(&f.requests, "requests", 0, "requests of each seed, instead of the workload's; with --trace as many from its beginning")
-	flags.Float64Var(&f.rate, "rate", 0, "requests a second, instead of the workload's")
+	flags.Float64SliceVar(&f.rates, "rate", nil, "requests a second, instead of the workload's; with several everything is measured at each")
 	flags.StringVar(&f.trace, "trace", "", "play this trace, JSON Lines as Mooncake's, instead of a workload")
 	flags.Float64Var(&f.speed, "trace-speed", 1, "how many times as fast as it was recorded")
 	flags.IntVar(&f.traceBlock, "trace-block-tokens", 512, "tokens of a hash id of the trace; with fewer all its lengths shrink")
@@ -83,29 +83,16 @@ func (f *serveBench) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	var rows []bench.Row
-	asJSON := bench.JSON(cmd.OutOrStdout())
-	o.Emit = func(r bench.Row) error {
-		rows = append(rows, r)
-		if f.format == "json" {
-			return asJSON(r)
-		}
-		return nil
-	}
 	o.Say = func(text string) { fmt.Fprintln(cmd.ErrOrStderr(), text) }
-	results, err := f.measure(cmd.Context(), o)
-	if err != nil {
-		return fail(err)
-	}
-	if f.plot != "" {
-		if err := os.WriteFile(f.plot, report.Plot(rows), 0o644); err != nil { //nolint:gosec // a picture for everybody
-			return fail(err)
+	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
+	return fail(c.at(f.rates, func(rate float64, emit bench.Emit) ([]*serve.Result, error) {
+		one := *o
+		one.Emit = emit
+		if rate > 0 {
+			one.Workload.Rate = rate
 		}
-	}
-	if f.format == "text" {
-		return fail(serve.Table(cmd.OutOrStdout(), results))
-	}
-	return nil
+		return f.measure(cmd.Context(), &one)
+	}))
 }
 
 func (f *serveBench) measure(ctx context.Context, o *serve.Options) ([]*serve.Result, error) {
@@ -155,7 +142,7 @@ func (f *serveBench) check() error {
 		return fmt.Errorf("--rounds is %d, want at least 1", f.rounds)
 	case min(f.ttft, f.itl) < 0:
 		return errors.New("--slo-ttft and --slo-itl may not be negative")
-	case min(f.threads, f.requests) < 0 || f.rate < 0:
+	case min(f.threads, f.requests) < 0 || len(f.rates) > 0 && slices.Min(f.rates) < 0:
 		return errors.New("--threads, --requests and --rate may not be negative")
 	case f.timeout <= 0 || min(f.blocks, f.traceBlock) < 1 || f.speed <= 0:
 		return errors.New("--timeout, --num-blocks, --trace-speed and --trace-block-tokens must be positive")
@@ -201,10 +188,12 @@ func (f *serveBench) workload(cmd *cobra.Command) (serve.Workload, error) {
 	if cmd.Flags().Changed("requests") {
 		w.Requests = f.requests
 	}
-	if cmd.Flags().Changed("rate") {
-		w.Rate = f.rate
+	err := w.Check()
+	for _, rate := range f.rates {
+		w.Rate = rate
+		err = errors.Join(err, w.Check())
 	}
-	return w, w.Check()
+	return w, err
 }
 
 func readWorkload(path string, w *serve.Workload) error {
@@ -226,7 +215,7 @@ func (f *serveBench) readTrace() (_ []serve.Request, err error) {
 	if f.trace == "" {
 		return nil, nil
 	}
-	if f.config != "" || f.rate > 0 {
+	if f.config != "" || len(f.rates) > 0 {
 		return nil, errors.New("--workload and --rate do not go with it: a trace has its own times; --trace-speed changes them")
 	}
 	file, err := os.Open(filepath.Clean(f.trace))

@@ -20,6 +20,9 @@ import (
 // Kinds are the benchmarks of a report: the arguments of kvport bench.
 func Kinds() []string { return []string{"engine", "transfer", "store"} }
 
+// Servings are the outputs of kvport bench serve and kvport sim serve, which have tables and plots of their own.
+func Servings() []string { return []string{"serve", "simulated"} }
+
 // Files gives what the files of a docs folder should hold, by path below it: the page with its tables
 // written again, and a plot for each kind. They are made of benchmarks/KIND.jsonl, as kvport bench
 // --format json wrote it, and benchmarks/reasons.txt.
@@ -52,6 +55,15 @@ func Files(docs string) (map[string][]byte, error) {
 		return nil, err
 	}
 	files["benchmarks/layerwise.svg"] = Timeline(rows)
+	for _, kind := range Servings() {
+		if rows, err = readRows(filepath.Join(docs, "benchmarks", kind+".jsonl")); err != nil {
+			return nil, err
+		}
+		if page, err = replace(page, kind, ServingTable(rows)); err != nil {
+			return nil, err
+		}
+		files["benchmarks/"+kind+".svg"] = Intervals(rows)
+	}
 	files["benchmarks.md"] = page
 	return files, nil
 }

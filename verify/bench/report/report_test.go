@@ -21,13 +21,13 @@ const docs = "../../../docs"
 func TestDocs(t *testing.T) {
 	files, err := Files(docs)
 	require.NoError(t, err)
-	require.Len(t, files, 2+len(Kinds())) // the page, and the time line
+	require.Len(t, files, 2+len(Kinds())+len(Servings())) // the page, and the time line
 	for name, want := range files {
 		got, err := os.ReadFile(filepath.Join(docs, name))
 		require.NoError(t, err)
 		require.Equal(t, string(want), string(got), "docs/%s is stale, run go generate ./verify/bench/report", name)
 	}
-	for _, kind := range Kinds() {
+	for _, kind := range append(Kinds(), Servings()...) {
 		require.Contains(t, string(files["benchmarks.md"]), "](benchmarks/"+kind+".svg)")
 	}
 }

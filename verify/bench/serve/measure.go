@@ -37,13 +37,14 @@ type Metric string
 
 // The metrics. All begin at the time at which a request was to leave, apart from the gaps.
 const (
-	TTFT Metric = "TTFT" // to the first token
-	ITL  Metric = "ITL"  // from tokens to the next ones, each gap
-	E2E  Metric = "E2E"  // to the end of the answer
+	TTFT Metric = "TTFT"                // to the first token
+	Turn Metric = "TTFT of later turns" // the same, of requests that go on from an answer
+	ITL  Metric = "ITL"                 // from tokens to the next ones, each gap
+	E2E  Metric = "E2E"                 // to the end of the answer
 )
 
 // Metrics lists all metrics.
-func Metrics() []Metric { return []Metric{TTFT, ITL, E2E} }
+func Metrics() []Metric { return []Metric{TTFT, Turn, ITL, E2E} }
 
 // Quantiles are those that are reported.
 func Quantiles() []float64 { return []float64{0.5, 0.9, 0.99} }
@@ -110,6 +111,9 @@ func (r *Result) observe(o *Outcome, number int) {
 		add(ITL, failed)
 	}
 	add(TTFT, ttft)
+	if o.Later {
+		add(Turn, ttft)
+	}
 	add(E2E, e2e)
 	for _, gap := range o.Gaps {
 		add(ITL, msOf(gap))

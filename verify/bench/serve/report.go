@@ -12,9 +12,9 @@ import (
 	"github.com/kvport/kvport/verify/bench"
 )
 
-// emit makes the rows of all results. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
+// Rows emits the rows of all results. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
 // 1 where the other setup is better.
-func emit(results []*Result, emit bench.Emit) error {
+func Rows(results []*Result, emit bench.Emit) error {
 	for i, r := range results {
 		var base *Result
 		if i > 0 {

@@ -106,7 +106,7 @@ func made(runs ...[]float64) *Result {
 		var run []Outcome
 		for _, ms := range ttfts {
 			at := time.Duration(ms * float64(time.Millisecond))
-			run = append(run, Outcome{Pieces: 2, First: at, Gaps: []time.Duration{at}, End: 2 * at, Answer: Answer{Completed: 2}})
+			run = append(run, Outcome{Later: true, Pieces: 2, First: at, Gaps: []time.Duration{at}, End: 2 * at, Answer: Answer{Completed: 2}})
 		}
 		r.Add(run)
 	}
@@ -126,6 +126,20 @@ func TestQuantiles(t *testing.T) {
 	for _, m := range Metrics() {
 		require.True(t, math.IsInf(r.Quantile(m, 0.99), 1), m)
 	}
+}
+
+// Later turns have quantiles of their own.
+func TestLaterTurns(t *testing.T) {
+	r := made([]float64{10, 20, 30, 40})
+	r.Runs[0][0].Later, r.Runs[0][1].Later = false, false
+	require.Equal(t, 20.0, r.Quantile(TTFT, 0.5))
+	require.Equal(t, 30.0, r.Quantile(Turn, 0.5))
+	synctest.Test(t, func(t *testing.T) {
+		list := []Request{{After: -1, MaxTokens: 1}, {At: time.Second, After: 0, MaxTokens: 1}}
+		out := Run(t.Context(), &stalling{time.Now(), time.Hour, time.Hour}, list, RunOptions{})
+		require.False(t, out[0].Later)
+		require.True(t, out[1].Later)
+	})
 }
 
 // What is late has waited since it was to leave.

@@ -47,7 +47,7 @@ func Bench(ctx context.Context, o Options) ([]*Result, error) {
 			}
 		}
 	}
-	return results, emit(results, o.Emit)
+	return results, Rows(results, o.Emit)
 }
 
 // schedules are those of all seeds, with the answers that a single engine gives.
@@ -177,5 +177,5 @@ func Drive(ctx context.Context, targets []Target, o Options) ([]*Result, error) 
 			results[i].Add(outcomes)
 		}
 	}
-	return results, emit(results, o.Emit)
+	return results, Rows(results, o.Emit)
 }

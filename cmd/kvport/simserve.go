@@ -1,0 +1,90 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvport/kvport/verify/bench"
+	"github.com/kvport/kvport/verify/bench/serve"
+	"github.com/kvport/kvport/verify/bench/serve/simulated"
+)
+
+type simServe struct {
+	options        simulated.Options
+	rates          []float64
+	config, format string
+	plot           string
+	requests       int
+}
+
+func newSimServe() *cobra.Command {
+	f := &simServe{}
+	var setups []string
+	for _, s := range simulated.Setups() {
+		setups = append(setups, fmt.Sprintf("  %-10s%s", s.Name, s.Short))
+	}
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Simulate prefill and decode apart beside whole engines, with steps as long as measured on GPUs",
+		Long: "Play the traffic of kvport bench serve in virtual time, against models of engines whose steps take as long as was measured with\n" +
+			"Llama 2 70B on the eight GPUs of a DGX H100. Equal seeds give equal output. The setups, of which the first is what the others are compared with:\n\n" +
+			strings.Join(setups, "\n"),
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
+	}
+	flags := cmd.Flags()
+	flags.Uint64Var(&f.options.Seed, "seed", 1, "first seed")
+	flags.IntVar(&f.options.Rounds, "rounds", 5, "seeds; every setup plays the schedule of each")
+	flags.Float64SliceVar(&f.rates, "rate", []float64{1, 2, 4, 6, 8}, "requests a second; with several everything is played at each")
+	flags.IntVar(&f.requests, "requests", simulated.DefaultWorkload().Requests, "requests of each seed")
+	flags.StringVar(&f.config, "workload", "", "file with the workload as JSON")
+	flags.DurationVar(&f.options.SLO.TTFT, "slo-ttft", time.Second, "a good request has its first token within this time; 0: no limit")
+	flags.DurationVar(&f.options.SLO.ITL, "slo-itl", 50*time.Millisecond, "and the tokens that follow within this time each, on average; 0: no limit")
+	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
+	flags.StringVar(&f.plot, "plot", "", "file for a plot of the ratios, as SVG")
+	return cmd
+}
+
+func (f *simServe) run(cmd *cobra.Command) error {
+	if err := f.check(cmd); err != nil {
+		return err
+	}
+	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
+	return fail(c.at(f.rates, func(rate float64, emit bench.Emit) ([]*serve.Result, error) {
+		o := f.options
+		o.Workload.Rate, o.Emit = rate, emit
+		return simulated.Run(cmd.Context(), o)
+	}))
+}
+
+// check completes the options, and says what is wrong with them.
+func (f *simServe) check(cmd *cobra.Command) error {
+	w := simulated.DefaultWorkload()
+	if f.config != "" {
+		if err := readWorkload(f.config, &w); err != nil {
+			return fmt.Errorf("--workload: %w", err)
+		}
+	}
+	if f.config == "" || cmd.Flags().Changed("requests") {
+		w.Requests = f.requests
+	}
+	f.options.Workload = w
+	problem := checkFormat(f.format)
+	switch {
+	case f.options.Rounds < 1:
+		problem = fmt.Errorf("--rounds is %d, want at least 1", f.options.Rounds)
+	case min(f.options.SLO.TTFT, f.options.SLO.ITL) < 0:
+		problem = errors.New("--slo-ttft and --slo-itl may not be negative")
+	case len(f.rates) == 0:
+		problem = errors.New("--rate has no rate")
+	}
+	for _, rate := range f.rates {
+		w.Rate = rate
+		problem = errors.Join(problem, w.Check())
+	}
+	return problem
+}

@@ -1,0 +1,67 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/bench"
+)
+
+func runServing(args ...string) (code int, stdout, stderr string) {
+	return runSim(append([]string{"serve", "--requests", "30", "--rounds", "2"}, args...)...)
+}
+
+func TestSimServe(t *testing.T) {
+	code, text, stderr := runServing("--rate", "2,4")
+	require.Equal(t, exitOK, code, stderr+text)
+	for _, part := range []string{"At 2 requests a second:", "At 4 requests a second:", "one-512 beside pd", "TTFT of later turns", "100.0 %"} {
+		require.Contains(t, text, part)
+	}
+	_, again, _ := runServing("--rate", "2,4")
+	require.Equal(t, text, again)
+
+	plot := filepath.Join(t.TempDir(), "plot.svg")
+	code, text, stderr = runServing("--rate", "2,4", "--format", "json", "--plot", plot)
+	require.Equal(t, exitOK, code, stderr+text)
+	rows, err := bench.Read(strings.NewReader(text))
+	require.NoError(t, err)
+	names := map[string]bool{}
+	for _, r := range rows {
+		names[r.Name] = true
+	}
+	require.True(t, names["at 4/s, two-512 : pd, ITL p99"])
+	require.True(t, names["at 4/s, two-512 : pd, ITL p99, 95 % to"])
+	drawn, err := os.ReadFile(plot)
+	require.NoError(t, err)
+	require.Contains(t, string(drawn), ">4/s  two-512<")
+
+	code, text, _ = runServing("--rate", "2", "--format", "json")
+	require.Equal(t, exitOK, code)
+	var first bench.Row
+	line, _, _ := strings.Cut(text, "\n")
+	require.NoError(t, json.Unmarshal([]byte(line), &first))
+	require.Equal(t, "pd: TTFT p50", first.Name, "one rate is not in names")
+}
+
+func TestSimServeUsage(t *testing.T) {
+	bad := filepath.Join(t.TempDir(), "bad.json")
+	require.NoError(t, os.WriteFile(bad, []byte(`{"requsts": 1}`), 0o644))
+	for want, args := range map[string][]string{
+		"--rounds is 0":                {"--rounds", "0"},
+		"--slo-ttft and --slo-itl":     {"--slo-itl", "-1s"},
+		"rate is 0, want more than 0":  {"--rate", "2,0"},
+		`--format is "xml"`:            {"--format", "xml"},
+		"--workload: ":                 {"--workload", bad},
+		"requests is 0, want at least": {"--requests", "0"},
+	} {
+		code, text, stderr := runServing(args...)
+		require.Equal(t, exitUsage, code, want)
+		require.Contains(t, stderr, want)
+		require.Empty(t, text)
+	}
+}
