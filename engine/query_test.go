@@ -120,10 +120,11 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	require.NotNil(t, last.Cached)
 	require.Equal(t, 2, r.Health().Running+r.Health().Waiting)
 	cancel()
+	defer close(g.open)
 	ended := make(chan [2]result, 1)
 	go func() { ended <- [2]result{collect(running), collect(waiting)} }()
 	var aborted [2]result
-	require.Eventually(t, func() bool { // without pauses the steps could reach the last token before anybody hears of the end of ctx
+	require.Eventually(t, func() bool { // without pauses the steps could reach the last token before the engine learns that ctx is over
 		select {
 		case g.open <- struct{}{}:
 		case aborted = <-ended:
@@ -132,7 +133,6 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 		}
 		return false
 	}, time.Minute, time.Millisecond)
-	close(g.open)
 	require.Equal(t, connector.ReasonAbort, aborted[0].last.Reason)
 	require.Equal(t, connector.ReasonAbort, aborted[1].last.Reason)
 	requireIdle(t, r)

@@ -77,7 +77,7 @@ def commit():
 
 
 def soaked():
-    """The packages in which a test reads KVPORT_SOAK, by itself or through the rig of acceptance tests, and those with failpoints."""
+    """The packages in which a test reads KVPORT_SOAK, those whose tests use the rig, which reads it, and those with failpoints."""
     reads = re.compile(r"KVPORT_SOAK|\brig\.(Count|New)\(")
     found = {path.parent for path in ROOT.rglob("*_test.go") if ".deps" not in path.parts and reads.search(path.read_text())}
     return sorted({"./" + str(folder.relative_to(ROOT)) for folder in found} | set(FAULTED))
@@ -125,7 +125,7 @@ def load(path):
 
 def told(logged):
     """What a row says: the lines of a test, without folders of this machine."""
-    folders = re.compile(rf"(?:{re.escape(tempfile.gettempdir())}|{re.escape(str(ROOT))})/(?:[^\s/:]+/)*")
+    folders = re.compile(rf"(?<![\w/])(?:{re.escape(tempfile.gettempdir())}|{re.escape(str(ROOT))})/(?:[\w.-]+/)*")
     return folders.sub("", "; ".join(line for line in logged if line)).replace("|", "\\|") or "passed"
 
 

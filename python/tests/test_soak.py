@@ -87,6 +87,7 @@ def test_rows_have_no_folders_of_this_machine(soak):
     temporary = pathlib.Path(soak.tempfile.gettempdir()) / "TestSkew1" / "017" / "kvport-store"
     logged = ["", f"plugin {temporary}: a version | too old", f"in {soak.ROOT / 'bin' / 'kvport'}"]
     assert soak.told(logged) == "plugin kvport-store: a version \\| too old; in kvport"
+    assert soak.told([f'/x{temporary} and ["{temporary}","{temporary}"]']) == f'/x{temporary} and ["kvport-store","kvport-store"]'
     assert soak.told([""]) == "passed"
 
 
