@@ -58,13 +58,15 @@ type Result struct {
 	// prefill and decode apart each prompt counts on both. nil: the engines are not ours.
 	Sources map[string]float64
 
-	first []int // of each run, the number of its first request among all
-	all   map[Metric][]observation
+	queues []queue
+	first  []int // of each run, the number of its first request among all
+	all    map[Metric][]observation
 }
 
-// Add takes the outcomes of the next seed.
+// Add takes the outcomes of the next seed. Those that are aside are not kept in Runs.
 func (r *Result) Add(run []Outcome) {
-	r.Runs = append(r.Runs, run)
+	r.queues = append(r.queues, queueOf(run))
+	r.Runs = append(r.Runs, slices.DeleteFunc(slices.Clone(run), func(o Outcome) bool { return o.Aside }))
 	r.all = nil
 }
 
@@ -72,6 +74,18 @@ func (r *Result) Add(run []Outcome) {
 func (r *Result) requests() (n int) {
 	for _, run := range r.Runs {
 		n += len(run)
+	}
+	return n
+}
+
+// later is how many of them are no first turns.
+func (r *Result) later() (n int) {
+	for _, run := range r.Runs {
+		for i := range run {
+			if run[i].Later {
+				n++
+			}
+		}
 	}
 	return n
 }
@@ -164,11 +178,14 @@ func (r *Result) attainment(weight func(int) int) float64 {
 // seconds is how long all runs took, each from its first request to its last answer.
 func (r *Result) seconds() (sum float64) {
 	for _, run := range r.Runs {
+		if len(run) == 0 {
+			continue
+		}
 		var end time.Duration
 		for i := range run {
 			end = max(end, run[i].End)
 		}
-		sum += end.Seconds()
+		sum += (end - run[0].At).Seconds()
 	}
 	return sum
 }

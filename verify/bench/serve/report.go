@@ -38,8 +38,12 @@ func (r *Result) rows(base *Result) (rows []bench.Row) {
 			rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
 			return
 		}
-		of := interval()
 		name = r.Setup + " : " + base.Setup + ", " + name
+		if r.Overloaded() || base.Overloaded() {
+			rows = append(rows, bench.Beside(name, unit, value, limit(base), math.NaN()))
+			return
+		}
+		of := interval()
 		rows = append(rows,
 			bench.Beside(name, unit, value, limit(base), of.Value),
 			bench.Beside(name+", 95 % from", "ratio", of.Low, math.NaN(), math.NaN()),
@@ -59,9 +63,16 @@ func (r *Result) rows(base *Result) (rows []bench.Row) {
 	plain("answers", "token/s", r.Throughput())
 	c := r.Counts()
 	plain("requests", "requests", float64(c.Requests))
+	plain("later turns", "requests", float64(r.later()))
 	plain("answered", "requests", float64(c.Answered))
 	plain("sent late", "requests", float64(c.Late))
 	plain("sent late at most", "ms", msOf(c.MostLate))
+	if growth := r.Growth(); !math.IsNaN(growth) {
+		plain("queue growth", "share", growth)
+	}
+	if r.Overloaded() {
+		plain("overloaded", "share", r.Growth())
+	}
 	for _, source := range slices.Sorted(maps.Keys(r.Sources)) {
 		plain("prompt tokens, "+source, "tokens", r.Sources[source])
 	}
@@ -112,6 +123,9 @@ func Table(w io.Writer, results []*Result) error {
 func tail(w io.Writer, results []*Result) error {
 	var b strings.Builder
 	for _, r := range results[1:] {
+		if r.Overloaded() || results[0].Overloaded() {
+			continue
+		}
 		fmt.Fprintf(&b, "\n%s beside %s, above 1 is better, with what 95 %% of bootstrap replicates lie between:\n", r.Setup, results[0].Setup)
 		for _, m := range Metrics() {
 			fmt.Fprintf(&b, "  %s", m)
@@ -129,6 +143,9 @@ func tail(w io.Writer, results []*Result) error {
 		if r.Sources != nil {
 			fmt.Fprintf(&b, "%s: prompt tokens of its engines: %.0f computed, %.0f from their own caches, %.0f from connectors\n", r.Setup,
 				r.Sources["local_compute"], r.Sources["local_cache"], r.Sources["external"])
+		}
+		if r.Overloaded() {
+			fmt.Fprintf(&b, "%s: overloaded: its queue grew by %.0f %% of what came, so that its times depend on how long the load lasts; there are no ratios\n", r.Setup, 100*r.Growth())
 		}
 		c := r.Counts()
 		for _, kind := range c.Kinds() {
