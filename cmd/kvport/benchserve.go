@@ -28,7 +28,8 @@ type serveBench struct {
 	threads, blocks, traceBlock     int
 	speed                           float64
 	rates                           []float64
-	ttft, itl, timeout              time.Duration
+	ttft, itl                       []time.Duration
+	timeout                         time.Duration
 	vllm, quick                     bool
 }
 
@@ -58,8 +59,8 @@ func newBenchServe() *cobra.Command {
 	flags.IntVar(&f.traceBlock, "trace-block-tokens", 512, "tokens of a hash id of the trace; with fewer all its lengths shrink")
 	flags.Uint64Var(&f.seed, "seed", 1, "first seed")
 	flags.IntVar(&f.rounds, "rounds", 5, "seeds; every setup plays the schedule of each")
-	flags.DurationVar(&f.ttft, "slo-ttft", 2*time.Second, "a good request has its first token within this time; 0: no limit")
-	flags.DurationVar(&f.itl, "slo-itl", 100*time.Millisecond, "and the tokens that follow within this time each, on average; 0: no limit")
+	flags.DurationSliceVar(&f.ttft, "slo-ttft", []time.Duration{2 * time.Second}, "a good request has its first token within this time; 0: no limit")
+	flags.DurationSliceVar(&f.itl, "slo-itl", []time.Duration{100 * time.Millisecond}, "and the tokens that follow within this time each, on average; 0: no limit. With several times of either each pair is an SLO")
 	flags.DurationVar(&f.timeout, "timeout", 10*time.Minute, "for one request")
 	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file, tiny-random or sim")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute, of all engines of a setup together (default one for each CPU)")
@@ -109,7 +110,7 @@ func (f *serveBench) measure(ctx context.Context, o *serve.Options) ([]*serve.Re
 // options are the flags as the bench takes them.
 func (f *serveBench) options(cmd *cobra.Command) (*serve.Options, error) {
 	o := &serve.Options{
-		Seed: f.seed, Rounds: f.rounds, SLO: serve.SLO{TTFT: f.ttft, ITL: f.itl}, Run: serve.RunOptions{Timeout: f.timeout},
+		Seed: f.seed, Rounds: f.rounds, SLOs: slos(f.ttft, f.itl), Run: serve.RunOptions{Timeout: f.timeout},
 		EngineOptions: serve.EngineOptions{Model: f.model, PluginPath: pluginFolders(f.folders), Threads: f.threads, Blocks: f.blocks},
 	}
 	if err := f.check(); err != nil {
@@ -140,8 +141,8 @@ func (f *serveBench) check() error {
 	switch {
 	case f.rounds < 1:
 		return fmt.Errorf("--rounds is %d, want at least 1", f.rounds)
-	case min(f.ttft, f.itl) < 0:
-		return errors.New("--slo-ttft and --slo-itl may not be negative")
+	case len(f.ttft) == 0 || len(f.itl) == 0 || min(slices.Min(f.ttft), slices.Min(f.itl)) < 0:
+		return errors.New("--slo-ttft and --slo-itl have at least one time each, and none is negative")
 	case min(f.threads, f.requests) < 0 || len(f.rates) > 0 && slices.Min(f.rates) < 0:
 		return errors.New("--threads, --requests and --rate may not be negative")
 	case f.timeout <= 0 || min(f.blocks, f.traceBlock) < 1 || f.speed <= 0:

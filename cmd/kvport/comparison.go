@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
+	"time"
 
 	"github.com/kvport/kvport/verify/bench"
 	"github.com/kvport/kvport/verify/bench/report"
@@ -57,4 +59,16 @@ func (c *comparison) table(rate float64, named bool, results []*serve.Result) er
 		_, err = fmt.Fprintf(c.out, "\nAt %g requests a second:\n\n", rate)
 	}
 	return errors.Join(err, serve.Table(c.out, results))
+}
+
+// slos are all pairs of the times of two flags.
+func slos(ttft, itl []time.Duration) (list []serve.SLO) {
+	for _, first := range ttft {
+		for _, each := range itl {
+			if slo := (serve.SLO{TTFT: first, ITL: each}); !slices.Contains(list, slo) {
+				list = append(list, slo)
+			}
+		}
+	}
+	return list
 }

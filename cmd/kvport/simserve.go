@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 type simServe struct {
 	options        simulated.Options
 	rates          []float64
+	ttft, itl      []time.Duration
 	config, format string
 	plot           string
 	requests       int
@@ -42,8 +44,8 @@ func newSimServe() *cobra.Command {
 	flags.Float64SliceVar(&f.rates, "rate", []float64{1, 2, 4, 6, 8}, "requests a second; with several everything is played at each")
 	flags.IntVar(&f.requests, "requests", simulated.DefaultWorkload().Requests, "requests of each seed")
 	flags.StringVar(&f.config, "workload", "", "file with the workload as JSON")
-	flags.DurationVar(&f.options.SLO.TTFT, "slo-ttft", time.Second, "a good request has its first token within this time; 0: no limit")
-	flags.DurationVar(&f.options.SLO.ITL, "slo-itl", 50*time.Millisecond, "and the tokens that follow within this time each, on average; 0: no limit")
+	flags.DurationSliceVar(&f.ttft, "slo-ttft", []time.Duration{time.Second}, "a good request has its first token within this time; 0: no limit")
+	flags.DurationSliceVar(&f.itl, "slo-itl", []time.Duration{40 * time.Millisecond, 50 * time.Millisecond, 75 * time.Millisecond}, "and the tokens that follow within this time each, on average; 0: no limit. With several times of either each pair is an SLO")
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
 	flags.StringVar(&f.plot, "plot", "", "file for a plot of the ratios, as SVG")
 	return cmd
@@ -72,13 +74,13 @@ func (f *simServe) check(cmd *cobra.Command) error {
 	if f.config == "" || cmd.Flags().Changed("requests") {
 		w.Requests = f.requests
 	}
-	f.options.Workload = w
+	f.options.Workload, f.options.SLOs = w, slos(f.ttft, f.itl)
 	problem := checkFormat(f.format)
 	switch {
 	case f.options.Rounds < 1:
 		problem = fmt.Errorf("--rounds is %d, want at least 1", f.options.Rounds)
-	case min(f.options.SLO.TTFT, f.options.SLO.ITL) < 0:
-		problem = errors.New("--slo-ttft and --slo-itl may not be negative")
+	case len(f.ttft) == 0 || len(f.itl) == 0 || min(slices.Min(f.ttft), slices.Min(f.itl)) < 0:
+		problem = errors.New("--slo-ttft and --slo-itl have at least one time each, and none is negative")
 	case len(f.rates) == 0:
 		problem = errors.New("--rate has no rate")
 	}

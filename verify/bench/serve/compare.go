@@ -32,8 +32,8 @@ func (r *Result) Quicker(base *Result, m Metric, q float64) Interval {
 }
 
 // Better is how many times as high as that of base the share of good requests of r is, with its interval.
-func (r *Result) Better(base *Result) Interval {
-	return compare(r, base, func(r *Result, weight func(int) int) float64 { return r.attainment(weight) })
+func (r *Result) Better(base *Result, slo SLO) Interval {
+	return compare(r, base, func(r *Result, weight func(int) int) float64 { return r.attainment(slo, weight) })
 }
 
 // compare is the ratio of a statistic of one result to that of another whose runs have the same schedules, with the interval that holds 95 % of

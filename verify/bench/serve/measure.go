@@ -14,6 +14,17 @@ type SLO struct {
 	ITL  time.Duration // from the first token to the end, for each token after the first
 }
 
+// String names what a good request keeps to, such as "1s and 50ms".
+func (s SLO) String() string {
+	text := func(d time.Duration) string {
+		if d == 0 {
+			return "any"
+		}
+		return d.String()
+	}
+	return text(s.TTFT) + " and " + text(s.ITL)
+}
+
 // good reports that a request was answered as it should be, in time. A request that failed is never good.
 func (s SLO) good(o *Outcome) bool {
 	if o.Kind != "" || s.TTFT > 0 && o.First-o.At > s.TTFT {
@@ -52,7 +63,7 @@ func Quantiles() []float64 { return []float64{0.5, 0.9, 0.99} }
 // Result is what was measured of one setup: a run for each seed.
 type Result struct {
 	Setup string
-	SLO   SLO
+	SLOs  []SLO
 	Runs  [][]Outcome
 	// Sources are the prompt tokens of all engines by where their KV came from, as the engines count them: local_compute, local_cache or external. With
 	// prefill and decode apart each prompt counts on both. nil: the engines are not ours.
@@ -158,15 +169,15 @@ func (r *Result) Quantile(m Metric, q float64) float64 {
 	return quantile(r.all[m], q, once)
 }
 
-// Attainment is the share of all requests that were good.
-func (r *Result) Attainment() float64 { return r.attainment(once) }
+// Attainment is the share of all requests that were good by an SLO.
+func (r *Result) Attainment(slo SLO) float64 { return r.attainment(slo, once) }
 
-func (r *Result) attainment(weight func(int) int) float64 {
+func (r *Result) attainment(slo SLO, weight func(int) int) float64 {
 	good, all, number := 0, 0, 0
 	for _, run := range r.Runs {
 		for i := range run {
 			all += weight(number)
-			if r.SLO.good(&run[i]) {
+			if slo.good(&run[i]) {
 				good += weight(number)
 			}
 			number++
@@ -191,8 +202,8 @@ func (r *Result) seconds() (sum float64) {
 }
 
 // Goodput is good requests a second.
-func (r *Result) Goodput() float64 {
-	return r.Attainment() * float64(r.requests()) / r.seconds()
+func (r *Result) Goodput(slo SLO) float64 {
+	return r.Attainment(slo) * float64(r.requests()) / r.seconds()
 }
 
 // Throughput is tokens of answers a second, those of failed requests left out.

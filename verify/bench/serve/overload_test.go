@@ -30,7 +30,7 @@ func served(t *testing.T, each time.Duration, warmUp float64, seeds int) (r *Res
 	synctest.Test(t, func(t *testing.T) {
 		w := DefaultWorkload()
 		w.Requests, w.Rate, w.WarmUp, w.CoolDown = 400, 10, warmUp, 5
-		r = &Result{Setup: "s", SLO: SLO{TTFT: time.Second}}
+		r = &Result{Setup: "s", SLOs: []SLO{{TTFT: time.Second}}}
 		for seed := range seeds {
 			r.Add(Run(t.Context(), &oneByOne{make(chan struct{}, 1), each}, w.Draw(uint64(seed)), RunOptions{Timeout: time.Hour}))
 		}
@@ -51,7 +51,7 @@ func TestOverloaded(t *testing.T) {
 	require.False(t, busy.Overloaded())
 
 	emit, rows := collect()
-	require.NoError(t, Rows([]*Result{busy, {Setup: "slow", SLO: slow.SLO, Runs: slow.Runs, queues: slow.queues}}, emit))
+	require.NoError(t, Rows([]*Result{busy, {Setup: "slow", SLOs: slow.SLOs, Runs: slow.Runs, queues: slow.queues}}, emit))
 	require.Contains(t, rows, "s: queue growth")
 	require.NotContains(t, rows, "s: overloaded")
 	require.InDelta(t, slow.Growth(), *rows["slow: overloaded"].Value, 1e-4)
@@ -92,7 +92,7 @@ func TestAside(t *testing.T) {
 	r := served(t, time.Millisecond, 5, 1)
 	require.Equal(t, 400, r.Counts().Requests)
 	require.Len(t, r.Runs[0], 400)
-	require.InEpsilon(t, 10, r.Goodput(), 0.2, "seconds are those of the requests that count")
+	require.InEpsilon(t, 10, r.Goodput(r.SLOs[0]), 0.2, "seconds are those of the requests that count")
 	require.NoError(t, w.Check())
 	for _, bad := range []float64{-1, math.NaN(), math.Inf(1), 1e9} {
 		w.WarmUp = bad

@@ -29,6 +29,14 @@ func Rows(results []*Result, emit bench.Emit) error {
 	return nil
 }
 
+// within names an SLO, if there are several.
+func (r *Result) within(slo SLO) string {
+	if len(r.SLOs) == 1 {
+		return ""
+	}
+	return " within " + slo.String()
+}
+
 // percent is the name of a quantile.
 func percent(q float64) string { return fmt.Sprintf("p%g", q*100) }
 
@@ -55,11 +63,16 @@ func (r *Result) rows(base *Result) (rows []bench.Row) {
 				func() Interval { return r.Quicker(base, m, q) })
 		}
 	}
-	compared("good requests", "share", r.Attainment(), (*Result).Attainment, func() Interval { return r.Better(base) })
+	for _, slo := range r.SLOs {
+		compared("good requests"+r.within(slo), "share", r.Attainment(slo), func(b *Result) float64 { return b.Attainment(slo) },
+			func() Interval { return r.Better(base, slo) })
+	}
 	plain := func(name, unit string, value float64) {
 		rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
 	}
-	plain("goodput", "request/s", r.Goodput())
+	for _, slo := range r.SLOs {
+		plain("goodput"+r.within(slo), "request/s", r.Goodput(slo))
+	}
 	plain("answers", "token/s", r.Throughput())
 	c := r.Counts()
 	plain("requests", "requests", float64(c.Requests))
@@ -102,7 +115,10 @@ func Table(w io.Writer, results []*Result) error {
 			fmt.Fprintf(t, "%s %s\t", m, percent(q))
 		}
 	}
-	fmt.Fprint(t, "good\tgoodput/s\ttoken/s\trequests\tlate\tfailed\t\n")
+	for _, slo := range results[0].SLOs {
+		fmt.Fprintf(t, "good%s\tgoodput/s\t", results[0].within(slo))
+	}
+	fmt.Fprint(t, "token/s\trequests\tlate\tfailed\t\n")
 	for _, r := range results {
 		fmt.Fprintf(t, "%s\t", r.Setup)
 		for _, m := range Metrics() {
@@ -111,7 +127,10 @@ func Table(w io.Writer, results []*Result) error {
 			}
 		}
 		c := r.Counts()
-		fmt.Fprintf(t, "%.1f %%\t%s\t%s\t%d\t%d\t%d\t\n", 100*r.Attainment(), number(r.Goodput()), number(r.Throughput()), c.Requests, c.Late, c.Requests-c.Answered)
+		for _, slo := range r.SLOs {
+			fmt.Fprintf(t, "%.1f %%\t%s\t", 100*r.Attainment(slo), number(r.Goodput(slo)))
+		}
+		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t\n", number(r.Throughput()), c.Requests, c.Late, c.Requests-c.Answered)
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -135,8 +154,10 @@ func tail(w io.Writer, results []*Result) error {
 			}
 			b.WriteByte('\n')
 		}
-		i := r.Better(results[0])
-		fmt.Fprintf(&b, "  good requests   %s (%s to %s)\n", number(i.Value), number(i.Low), number(i.High))
+		for _, slo := range r.SLOs {
+			i := r.Better(results[0], slo)
+			fmt.Fprintf(&b, "  good requests%s   %s (%s to %s)\n", r.within(slo), number(i.Value), number(i.Low), number(i.High))
+		}
 	}
 	b.WriteByte('\n')
 	for _, r := range results {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -101,7 +102,7 @@ func TestEveryRequestHasAnOutcome(t *testing.T) {
 
 // made is a result of requests with the given times to the first token in ms.
 func made(runs ...[]float64) *Result {
-	r := &Result{SLO: SLO{TTFT: 100 * time.Millisecond}}
+	r := &Result{SLOs: []SLO{{TTFT: 100 * time.Millisecond}}}
 	for _, ttfts := range runs {
 		var run []Outcome
 		for _, ms := range ttfts {
@@ -145,11 +146,11 @@ func TestLaterTurns(t *testing.T) {
 // What is late has waited since it was to leave.
 func TestLate(t *testing.T) {
 	o := Outcome{At: time.Second, Sent: 3 * time.Second, Pieces: 1, First: 3100 * time.Millisecond, End: 3100 * time.Millisecond, Answer: Answer{Completed: 1}}
-	r := &Result{SLO: SLO{TTFT: time.Second}}
+	r := &Result{SLOs: []SLO{{TTFT: time.Second}}}
 	r.Add([]Outcome{o})
 	require.Equal(t, 2100.0, r.Quantile(TTFT, 0.5))
 	require.Equal(t, 2100.0, r.Quantile(E2E, 0.5))
-	require.Zero(t, r.Attainment())
+	require.Zero(t, r.Attainment(r.SLOs[0]))
 	c := r.Counts()
 	require.Equal(t, 1, c.Late)
 	require.Equal(t, 2*time.Second, c.MostLate)
@@ -157,16 +158,36 @@ func TestLate(t *testing.T) {
 
 func TestGoodput(t *testing.T) {
 	r := made([]float64{50, 100, 150, 200})
-	require.Equal(t, 0.5, r.Attainment())
-	require.InDelta(t, 2/0.4, r.Goodput(), 1e-9)
+	require.Equal(t, 0.5, r.Attainment(r.SLOs[0]))
+	require.InDelta(t, 2/0.4, r.Goodput(r.SLOs[0]), 1e-9)
 	require.InDelta(t, 8/0.4, r.Throughput(), 1e-9)
-	r.SLO.ITL = 60 * time.Millisecond
-	require.Equal(t, 0.25, r.Attainment())
+	r.SLOs[0].ITL = 60 * time.Millisecond
+	require.Equal(t, 0.25, r.Attainment(r.SLOs[0]))
 	r.Runs[0][0].Kind = "status 429"
-	require.Zero(t, r.Attainment(), "what failed was quick, and is not good")
+	require.Zero(t, r.Attainment(r.SLOs[0]), "what failed was quick, and is not good")
 	require.InDelta(t, 6/0.4, r.Throughput(), 1e-9)
-	r.SLO = SLO{}
-	require.Equal(t, 0.75, r.Attainment())
+	r.SLOs[0] = SLO{}
+	require.Equal(t, 0.75, r.Attainment(r.SLOs[0]))
+}
+
+// Several SLOs have a row each, named by what a good request keeps to.
+func TestSeveralSLOs(t *testing.T) {
+	r := made([]float64{50, 100, 150, 200})
+	emit, rows := collect()
+	require.NoError(t, Rows([]*Result{r}, emit))
+	require.Contains(t, rows, ": good requests", "one needs no name")
+	r.SLOs = []SLO{{TTFT: 60 * time.Millisecond}, {TTFT: time.Second, ITL: 150 * time.Millisecond}}
+	other := made([]float64{50, 50, 50, 50})
+	other.Setup, other.SLOs = "other", r.SLOs
+	emit, rows = collect()
+	require.NoError(t, Rows([]*Result{r, other}, emit))
+	require.Equal(t, 0.25, *rows[": good requests within 60ms and any"].Value)
+	require.Equal(t, 0.75, *rows[": good requests within 1s and 150ms"].Value)
+	require.InDelta(t, 4, *rows["other : , good requests within 60ms and any"].Ratio, 1e-9)
+	require.InDelta(t, 3/0.4, *rows[": goodput within 1s and 150ms"].Value, 1e-2)
+	var text strings.Builder
+	require.NoError(t, Table(&text, []*Result{r, other}))
+	require.Contains(t, text.String(), "good within 1s and 150ms")
 }
 
 // noisy are times of some seeds, with noise that both of two setups have, as a schedule does, and with noise of its own.

@@ -19,10 +19,10 @@ type Options struct {
 	EngineOptions
 	Setups   []Setup // the first is what the others are compared with
 	Workload Workload
-	Trace    []Request // instead of Workload
-	Seed     uint64    // of the first round
-	Rounds   int       // schedules, one for each seed from Seed on; each setup plays each of them
-	SLO      SLO
+	Trace    []Request  // instead of Workload
+	Seed     uint64     // of the first round
+	Rounds   int        // schedules, one for each seed from Seed on; each setup plays each of them
+	SLOs     []SLO      // requests are good by each of them or not
 	Run      RunOptions // Report is not used
 	Say      func(text string)
 	Emit     bench.Emit
@@ -37,7 +37,7 @@ func Bench(ctx context.Context, o Options) ([]*Result, error) {
 	}
 	results := make([]*Result, len(o.Setups))
 	for i := range results {
-		results[i] = &Result{Setup: o.Setups[i].Name, SLO: o.SLO, Sources: map[string]float64{}}
+		results[i] = &Result{Setup: o.Setups[i].Name, SLOs: o.SLOs, Sources: map[string]float64{}}
 	}
 	for round := range o.Rounds {
 		for turn := range o.Setups {
@@ -163,7 +163,7 @@ type Target struct {
 func Drive(ctx context.Context, targets []Target, o Options) ([]*Result, error) {
 	results := make([]*Result, len(targets))
 	for i := range results {
-		results[i] = &Result{Setup: targets[i].Name, SLO: o.SLO}
+		results[i] = &Result{Setup: targets[i].Name, SLOs: o.SLOs}
 	}
 	for round := range o.Rounds {
 		list, seed := o.schedule(round), o.Seed+uint64(round)

@@ -45,7 +45,7 @@ func TestSetups(t *testing.T) {
 	w.Answer = Range{80, 100} // by default a prefill engine computes what has fewer than 64 tokens, instead of loading it
 	o := Options{
 		EngineOptions: EngineOptions{Self: rig.Binary(t), Model: "sim", PluginPath: []string{filepath.Join(testkit.Root(t), "bin")}, Threads: 2, Blocks: 1024},
-		Setups:        Setups(), Workload: w, Seed: *rig.Seed, Rounds: 1, SLO: SLO{TTFT: time.Hour},
+		Setups:        Setups(), Workload: w, Seed: *rig.Seed, Rounds: 1, SLOs: []SLO{{TTFT: time.Hour}},
 		Say: func(text string) { said = append(said, text) }, Emit: emit,
 	}
 	results, err := Bench(r.Context(), o)
@@ -60,7 +60,7 @@ func TestSetups(t *testing.T) {
 		require.Equal(t, 24, c.Requests)
 		require.Equal(t, 24, c.Answered, "%s: %v", result.Setup, c.Failed)
 		require.Equal(t, tokens, c.Tokens, "%s: every answer has all its tokens", result.Setup)
-		require.Equal(t, 1.0, result.Attainment())
+		require.Equal(t, 1.0, result.Attainment(result.SLOs[0]))
 		if strings.HasPrefix(result.Setup, "pd") && result.Setup != "pd-aware" {
 			require.Positive(t, result.Sources["external"], "%s: blocks went from engine to engine", result.Setup)
 		}
@@ -101,7 +101,7 @@ func TestStall(t *testing.T) {
 		_ = engine.Signal(syscall.SIGCONT)
 	}()
 	outcomes := Run(r.Context(), s, list, RunOptions{Timeout: time.Minute})
-	result := &Result{Setup: "stalled", SLO: SLO{TTFT: stall / 2}}
+	result := &Result{Setup: "stalled", SLOs: []SLO{{TTFT: stall / 2}}}
 	result.Add(outcomes)
 	counts := result.Counts()
 	require.Equal(t, len(list), counts.Answered, "%v", counts.Failed)
@@ -116,7 +116,7 @@ func TestStall(t *testing.T) {
 	t.Logf("%d of %d requests waited for over %v, p99 is %.0f ms", waited, len(list), stall/2, result.Quantile(TTFT, 0.99))
 	require.Greater(t, waited, 5)
 	require.Greater(t, result.Quantile(TTFT, 0.99), msOf(stall/2))
-	require.Less(t, result.Attainment(), 1.0)
+	require.Less(t, result.Attainment(result.SLOs[0]), 1.0)
 }
 
 // stopping says when the first request leaves after a second.
@@ -138,7 +138,7 @@ func TestDrive(t *testing.T) {
 	r := rig.New(t)
 	one := r.ServeModel("sim", "one", "")
 	emit, rows := collect()
-	o := Options{Workload: short(), Seed: 5, Rounds: 1, SLO: SLO{TTFT: time.Hour}, Say: func(string) {}, Emit: emit}
+	o := Options{Workload: short(), Seed: 5, Rounds: 1, SLOs: []SLO{{TTFT: time.Hour}}, Say: func(string) {}, Emit: emit}
 	var targets []Target
 	for _, form := range []Form{Tokens, Text, Chat} {
 		c := &Client{URL: one.URL, Form: form, Own: form == Tokens}

@@ -49,7 +49,7 @@ type Options struct {
 	Workload serve.Workload
 	Seed     uint64 // of the first round
 	Rounds   int    // schedules, one for each seed from Seed on
-	SLO      serve.SLO
+	SLOs     []serve.SLO
 	Emit     bench.Emit
 }
 
@@ -57,7 +57,7 @@ type Options struct {
 func Run(ctx context.Context, o Options) ([]*serve.Result, error) {
 	var results []*serve.Result
 	for _, s := range Setups() {
-		r := &serve.Result{Setup: s.Name, SLO: o.SLO}
+		r := &serve.Result{Setup: s.Name, SLOs: o.SLOs}
 		for round := range o.Rounds {
 			if err := ctx.Err(); err != nil {
 				return nil, fmt.Errorf("%s: %w", s.Name, err)

@@ -123,7 +123,7 @@ func TestRun(t *testing.T) {
 	w.Requests, w.Rate = 40, 20
 	run := func(seed uint64) (rows []bench.Row) {
 		results, err := Run(t.Context(), Options{
-			Workload: w, Seed: seed, Rounds: 2, SLO: serve.SLO{TTFT: time.Second, ITL: 60 * time.Millisecond},
+			Workload: w, Seed: seed, Rounds: 2, SLOs: []serve.SLO{{TTFT: time.Second, ITL: 60 * time.Millisecond}},
 			Emit: func(r bench.Row) error { rows = append(rows, r); return nil },
 		})
 		require.NoError(t, err)
