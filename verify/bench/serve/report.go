@@ -12,9 +12,12 @@ import (
 	"github.com/kvport/kvport/verify/bench"
 )
 
-// Rows emits the rows of all results. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
+// Rows emits the rows of all results, if there is something that takes them. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
 // 1 where the other setup is better.
 func Rows(results []*Result, emit bench.Emit) error {
+	if emit == nil {
+		return nil
+	}
 	for i, r := range results {
 		var base *Result
 		if i > 0 {

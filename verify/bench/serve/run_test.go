@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -122,7 +123,7 @@ func TestQuantiles(t *testing.T) {
 
 	// One request of ten that fails takes the place of the longest, though its first token came early. Left out, it would make p99 better.
 	r.Runs[0][0].Kind = "cut"
-	r.all = nil
+	r.sorted = nil
 	require.Equal(t, 60.0, r.Quantile(TTFT, 0.5))
 	for _, m := range Metrics() {
 		require.True(t, math.IsInf(r.Quantile(m, 0.99), 1), m)
@@ -134,7 +135,7 @@ func TestLaterTurns(t *testing.T) {
 	r := made([]float64{10, 20, 30, 40})
 	r.Runs[0][0].Later, r.Runs[0][1].Later = false, false
 	require.Equal(t, 20.0, r.Quantile(TTFT, 0.5))
-	require.Equal(t, 30.0, r.Quantile(Turn, 0.5))
+	require.Equal(t, 30.0, r.Quantile(LaterTTFT, 0.5))
 	synctest.Test(t, func(t *testing.T) {
 		list := []Request{{After: -1, MaxTokens: 1}, {At: time.Second, After: 0, MaxTokens: 1}}
 		out := Run(t.Context(), &stalling{time.Now(), time.Hour, time.Hour}, list, RunOptions{})
@@ -250,6 +251,59 @@ func TestIntervalCovers(t *testing.T) {
 	t.Logf("%d of %d intervals hold the ratio, %d hold 1", covered, trials, one)
 	require.GreaterOrEqual(t, covered, 85)
 	require.LessOrEqual(t, one, 20, "and they are narrow enough to tell 1.25 from 1")
+}
+
+// dependent are times of some seeds whose requests are nearly alike, as those are that wait in one queue.
+func dependent(rng *rand.Rand, seeds, requests int, factor float64) *Result {
+	var runs [][]float64
+	for range seeds {
+		seed := 50 * factor * math.Exp(0.3*rng.NormFloat64())
+		var run []float64
+		for range requests {
+			run = append(run, seed*math.Exp(0.02*rng.NormFloat64()))
+		}
+		runs = append(runs, run)
+	}
+	return made(runs...)
+}
+
+// Requests that wait for each other are alike within a seed: an interval that draws whole seeds holds the ratio all the same.
+func TestIntervalOfDependentRequests(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 3))
+	const trials, seeds, factor = 100, 12, 1.25
+	covered := 0
+	for range trials {
+		i := dependent(rng, seeds, 20, 1).Quicker(dependent(rng, seeds, 20, factor), TTFT, 0.5)
+		if i.Low <= factor && factor <= i.High {
+			covered++
+		}
+	}
+	t.Logf("%d of %d intervals hold the ratio", covered, trials)
+	require.GreaterOrEqual(t, covered, 85)
+}
+
+// Whole seeds and single requests that are drawn equally often are the same statistic.
+func TestDraws(t *testing.T) {
+	rng := rand.New(rand.NewPCG(4, 4))
+	r := made(common(rng, 4, 25)...)
+	r.Runs[2][3].Kind = "cut"
+	d := &draw{runs: []int{1, 0, 2, 1}}
+	all := &draw{runs: d.runs}
+	for _, times := range d.runs {
+		all.requests = append(all.requests, slices.Repeat([]int{times}, 25)...)
+	}
+	var apart Result
+	for _, n := range []int{0, 2, 2, 3} {
+		apart.Add(r.Runs[n])
+	}
+	for _, m := range Metrics() {
+		for _, q := range []float64{0, 0.1, 0.5, 0.9, 0.97, 0.99, 1} {
+			require.Equal(t, apart.Quantile(m, q), r.quantile(m, q, d), "%s %g", m, q)
+			require.Equal(t, apart.Quantile(m, q), r.quantile(m, q, all), "%s %g", m, q)
+		}
+	}
+	require.Equal(t, apart.Attainment(r.SLOs[0]), r.attainment(r.SLOs[0], d))
+	require.Equal(t, apart.Attainment(r.SLOs[0]), r.attainment(r.SLOs[0], all))
 }
 
 // A wrong answer is counted, whatever the error is.
