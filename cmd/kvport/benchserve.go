@@ -84,13 +84,13 @@ func (f *serveBench) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	o.Say = func(text string) { fmt.Fprintln(cmd.ErrOrStderr(), text) }
 	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
-	return fail(c.at(f.rates, func(rate float64, emit bench.Emit) ([]*serve.Result, error) {
+	return fail(c.at(f.rates, func(l offered, emit bench.Emit) ([]*serve.Result, error) {
 		one := *o
-		one.Emit = emit
-		if rate > 0 {
-			one.Workload.Rate = rate
+		one.Emit, one.Before = emit, l.number
+		one.Say = func(text string) { fmt.Fprintln(cmd.ErrOrStderr(), l.name+text) }
+		if l.rate > 0 {
+			one.Workload.Rate = l.rate
 		}
 		return f.measure(cmd.Context(), &one)
 	}))
@@ -152,10 +152,11 @@ func (f *serveBench) check() error {
 	case len(f.urls) > 0 && len(f.setups) > 0:
 		return errors.New("--url and --setups do not go together: start kvport serve and route yourself, and name their URLs")
 	}
+	problem := errors.Join(checkFormat(f.format), checkRates(f.rates))
 	if len(f.urls) == 0 {
-		return errors.Join(f.checkModel(), checkFormat(f.format))
+		return errors.Join(f.checkModel(), problem)
 	}
-	return checkFormat(f.format)
+	return problem
 }
 
 func (f *serveBench) checkModel() error {

@@ -21,36 +21,57 @@ type comparison struct {
 	rows   []bench.Row
 }
 
-// at shows what measure finds at each rate. With several rates the rows of each are named after it; with none measure gets 0.
-func (c *comparison) at(rates []float64, measure func(rate float64, emit bench.Emit) ([]*serve.Result, error)) error {
+// offered is a rate of requests at which everything is measured.
+type offered struct {
+	number int     // from 0 on, in the order in which they are measured
+	rate   float64 // 0: that of the workload
+	name   string  // what is before the names of rows; empty: there is one load
+}
+
+// at shows what measure finds at each rate. measure gets no emit if nothing needs rows.
+func (c *comparison) at(rates []float64, measure func(l offered, emit bench.Emit) ([]*serve.Result, error)) error {
 	if len(rates) == 0 {
 		rates = []float64{0}
 	}
 	write := bench.JSON(c.out)
-	for _, rate := range rates {
-		name := ""
+	for n, rate := range rates {
+		l := offered{number: n, rate: rate}
 		if len(rates) > 1 {
-			name = fmt.Sprintf("at %g/s, ", rate)
+			l.name = fmt.Sprintf("at %g/s, ", rate)
 		}
-		results, err := measure(rate, func(r bench.Row) error {
-			r.Name = name + r.Name
-			c.rows = append(c.rows, r)
-			if c.asJSON {
-				return write(r)
+		var emit bench.Emit
+		if c.asJSON || c.plot != "" {
+			emit = func(r bench.Row) error {
+				r.Name = l.name + r.Name
+				c.rows = append(c.rows, r)
+				if c.asJSON {
+					return write(r)
+				}
+				return nil
 			}
-			return nil
-		})
+		}
+		results, err := measure(l, emit)
 		if err == nil && !c.asJSON {
-			err = c.table(rate, name != "", results)
+			err = c.table(rate, l.name != "", results)
 		}
 		if err != nil {
-			return fmt.Errorf("%s%w", name, err)
+			return fmt.Errorf("%s%w", l.name, err)
 		}
 	}
 	if c.plot == "" {
 		return nil
 	}
 	return os.WriteFile(c.plot, report.Intervals(c.rows), 0o644) //nolint:gosec // a picture for everybody
+}
+
+// checkRates refuses a rate that is given twice: its rows would have the same names.
+func checkRates(rates []float64) error {
+	for i, rate := range rates {
+		if slices.Contains(rates[:i], rate) {
+			return fmt.Errorf("--rate has %g twice", rate)
+		}
+	}
+	return nil
 }
 
 func (c *comparison) table(rate float64, named bool, results []*serve.Result) error {

@@ -56,9 +56,9 @@ func (f *simServe) run(cmd *cobra.Command) error {
 		return err
 	}
 	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
-	return fail(c.at(f.rates, func(rate float64, emit bench.Emit) ([]*serve.Result, error) {
+	return fail(c.at(f.rates, func(l offered, emit bench.Emit) ([]*serve.Result, error) {
 		o := f.options
-		o.Workload.Rate, o.Emit = rate, emit
+		o.Workload.Rate, o.Emit = l.rate, emit
 		return simulated.Run(cmd.Context(), o)
 	}))
 }
@@ -75,7 +75,7 @@ func (f *simServe) check(cmd *cobra.Command) error {
 		w.Requests = f.requests
 	}
 	f.options.Workload, f.options.SLOs = w, slos(f.ttft, f.itl)
-	problem := checkFormat(f.format)
+	problem := errors.Join(checkFormat(f.format), checkRates(f.rates))
 	switch {
 	case f.options.Rounds < 1:
 		problem = fmt.Errorf("--rounds is %d, want at least 1", f.options.Rounds)

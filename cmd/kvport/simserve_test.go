@@ -55,6 +55,7 @@ func TestSimServeUsage(t *testing.T) {
 		"--rounds is 0":                {"--rounds", "0"},
 		"--slo-ttft and --slo-itl":     {"--slo-itl", "-1s"},
 		"rate is 0, want more than 0":  {"--rate", "2,0"},
+		"--rate has 2 twice":           {"--rate", "2,4,2"},
 		`--format is "xml"`:            {"--format", "xml"},
 		"--workload: ":                 {"--workload", bad},
 		"requests is 0, want at least": {"--requests", "0"},
