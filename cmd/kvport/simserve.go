@@ -40,12 +40,13 @@ func newSimServe() *cobra.Command {
 	}
 	flags := cmd.Flags()
 	flags.Uint64Var(&f.options.Seed, "seed", 1, "first seed")
-	flags.IntVar(&f.options.Rounds, "rounds", 5, "seeds; every setup plays the schedule of each")
-	flags.Float64SliceVar(&f.rates, "rate", []float64{1, 2, 4, 6, 8}, "requests a second; with several everything is played at each")
-	flags.IntVar(&f.requests, "requests", simulated.DefaultWorkload().Requests, "requests of each seed")
+	flags.IntVar(&f.options.Rounds, "rounds", 10, "seeds; every setup plays the schedule of each")
+	flags.Float64SliceVar(&f.rates, "rate", []float64{1, 2, 4, 6, 8, 10}, "requests a second; with several everything is played at each")
+	flags.IntVar(&f.requests, "requests", simulated.DefaultWorkload().Requests, "requests of each seed that count")
 	flags.StringVar(&f.config, "workload", "", "file with the workload as JSON")
-	flags.DurationSliceVar(&f.ttft, "slo-ttft", []time.Duration{time.Second}, "a good request has its first token within this time; 0: no limit")
+	flags.DurationSliceVar(&f.ttft, "slo-ttft", []time.Duration{500 * time.Millisecond, time.Second}, "a good request has its first token within this time; 0: no limit")
 	flags.DurationSliceVar(&f.itl, "slo-itl", []time.Duration{40 * time.Millisecond, 50 * time.Millisecond, 75 * time.Millisecond}, "and the tokens that follow within this time each, on average; 0: no limit. With several times of either each pair is an SLO")
+	flags.BoolVar(&f.options.Flat, "measured-short-steps", false, "steps with up to 512 tokens of prompts take what such prompts were measured to take, instead of a time on a line from a step that only generates")
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
 	flags.StringVar(&f.plot, "plot", "", "file for a plot of the ratios, as SVG")
 	return cmd

@@ -33,22 +33,39 @@ func queueOf(run []Outcome) queue {
 	return q
 }
 
-// overloadedFrom is how much of what comes may stay in the queue.
-const overloadedFrom = 0.05
+// A queue that grows by more than this share of what comes, and by more than chance explains, is that of a setup that is overloaded.
+const (
+	overloadedFrom   = 0.02
+	overloadedErrors = 2 // standard errors of the seeds' mean
+)
 
-// Growth is by how many requests the queue grew, for each that came, in all runs together: near 0 where the setup keeps up. It is NaN if a run has no
+// Growth is by how many requests the queue grew, for each that came, on average over the runs: near 0 where the setup keeps up. It is NaN if a run has no
 // warm-up: then the queue was empty at first, and grows under any load.
 func (r *Result) Growth() float64 {
-	grown, counted := 0, 0
-	for _, q := range r.queues {
-		if !q.warm {
-			return math.NaN()
-		}
-		grown, counted = grown+q.last-q.first, counted+q.counted
-	}
-	return float64(grown) / float64(counted)
+	mean, _ := r.growth()
+	return mean
 }
 
-// Overloaded reports that the queue grew by more than 5 % of what came. Then times depend on how long the load lasts, and a ratio of them
-// says nothing. Growth that is slower is not noticed.
-func (r *Result) Overloaded() bool { return r.Growth() > overloadedFrom }
+// Overloaded reports that the queue grew by more than 2 % of what came, and by more than two standard errors if there are several runs. Then times depend on
+// how long the load lasts, and a ratio of them says nothing. Growth that is slower is not noticed.
+func (r *Result) Overloaded() bool {
+	mean, deviation := r.growth()
+	return mean > overloadedFrom && mean > overloadedErrors*deviation
+}
+
+// growth is the mean of the runs and its standard error; that of one run is 0.
+func (r *Result) growth() (mean, deviation float64) {
+	n := float64(len(r.queues))
+	for _, q := range r.queues {
+		if !q.warm {
+			return math.NaN(), math.NaN()
+		}
+		mean += q.growth() / n
+	}
+	for _, q := range r.queues {
+		deviation += (q.growth() - mean) * (q.growth() - mean)
+	}
+	return mean, math.Sqrt(deviation / n / max(1, n-1))
+}
+
+func (q *queue) growth() float64 { return float64(q.last-q.first) / float64(q.counted) }

@@ -41,7 +41,7 @@ func served(t *testing.T, each time.Duration, warmUp float64, seeds int) (r *Res
 // A queue that grows is noticed: of a server that is 25 % too slow a fifth of the requests is left over. One that keeps up is not overloaded, though
 // requests wait there.
 func TestOverloaded(t *testing.T) {
-	slow := served(t, 125*time.Millisecond, 10, 3)
+	slow := served(t, 125*time.Millisecond, 10, 10)
 	require.InDelta(t, 0.2, slow.Growth(), 0.06)
 	require.True(t, slow.Overloaded())
 
@@ -49,6 +49,10 @@ func TestOverloaded(t *testing.T) {
 	require.Greater(t, busy.Quantile(TTFT, 0.5), 120.0, "requests wait for others")
 	require.InDelta(t, 0, busy.Growth(), 0.03)
 	require.False(t, busy.Overloaded())
+
+	little := &Result{queues: []queue{{10, 12, 40, true}, {12, 10, 40, true}, {9, 14, 40, true}, {10, 9, 40, true}}}
+	require.InDelta(t, 0.025, little.Growth(), 1e-9)
+	require.False(t, little.Overloaded(), "chance explains as much")
 
 	emit, rows := collect()
 	require.NoError(t, Rows([]*Result{busy, {Setup: "slow", SLOs: slow.SLOs, Runs: slow.Runs, queues: slow.queues}}, emit))

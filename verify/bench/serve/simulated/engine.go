@@ -4,6 +4,7 @@ import "time"
 
 // job is what one engine does of a request: it computes a prompt, generates the answer, or both.
 type job struct {
+	needs    int // tokens that the engine's cache has to hold for it
 	left     int // tokens of the prompt that are to be computed
 	now      int // of these, those of the step that runs
 	computed func()
@@ -15,9 +16,10 @@ type job struct {
 type engine struct {
 	c       *clock
 	rates   *rates
-	budget  int // tokens of a step
+	budget  int    // tokens of a step
+	used    int    // tokens that jobs with room need
+	waiting []*job // jobs for which there is no room yet
 	prompts []*job
-	joining []*job // answers whose prompt another engine has computed
 	answers []*job
 	busy    bool
 	held    map[int]int     // tokens in its cache, by conversation
@@ -29,7 +31,7 @@ func newEngine(c *clock, r *rates, budget int) *engine {
 }
 
 // load is how many requests the engine has.
-func (e *engine) load() int { return len(e.prompts) + len(e.joining) + len(e.answers) }
+func (e *engine) load() int { return len(e.waiting) + len(e.prompts) + len(e.answers) }
 
 // hold notes how many tokens of a conversation the cache has.
 func (e *engine) hold(talk, tokens int) { e.held[talk] = max(e.held[talk], tokens) }
@@ -41,16 +43,30 @@ func (e *engine) know(system []int32) {
 	}
 }
 
-// compute queues a prompt.
-func (e *engine) compute(j *job) {
-	e.prompts = append(e.prompts, j)
+// take gives the engine a job: it begins once there is room for it.
+func (e *engine) take(j *job) {
+	e.waiting = append(e.waiting, j)
 	e.step()
 }
 
-// join queues an answer whose prompt is there.
-func (e *engine) join(j *job) {
-	e.joining = append(e.joining, j)
+// free gives back what a job needed.
+func (e *engine) free(j *job) {
+	e.used -= j.needs
 	e.step()
+}
+
+// admit lets jobs begin in the order in which they came, as long as there is room. One that needs more than there is begins when it is alone.
+func (e *engine) admit() {
+	for len(e.waiting) > 0 && (e.used == 0 || e.used+e.waiting[0].needs <= e.rates.room) {
+		j := e.waiting[0]
+		e.waiting = e.waiting[1:]
+		e.used += j.needs
+		if j.left > 0 {
+			e.prompts = append(e.prompts, j)
+		} else {
+			e.answers = append(e.answers, j)
+		}
+	}
 }
 
 // step begins a step, if none runs and there is something to do.
@@ -58,23 +74,20 @@ func (e *engine) step() {
 	if e.busy {
 		return
 	}
-	for len(e.joining) > 0 && len(e.answers) < most {
-		e.answers, e.joining = append(e.answers, e.joining[0]), e.joining[1:]
-	}
-	running := len(e.answers)
-	tokens, room := 0, e.budget-running
-	for i, j := range e.prompts {
-		if running+i >= most || tokens >= room {
+	e.admit()
+	tokens, room := 0, e.budget-len(e.answers)
+	for _, j := range e.prompts {
+		if tokens >= room {
 			break
 		}
 		j.now = min(j.left, room-tokens)
 		tokens += j.now
 	}
-	if tokens == 0 && running == 0 {
+	if tokens == 0 && len(e.answers) == 0 {
 		return
 	}
 	e.busy = true
-	e.c.after(e.rates.step(tokens, running), func() {
+	e.c.after(e.rates.step(tokens, len(e.answers)), func() {
 		e.end()
 		e.busy = false
 		e.step()
@@ -85,7 +98,9 @@ func (e *engine) step() {
 func (e *engine) end() {
 	var rest []*job
 	for _, j := range e.answers {
-		if !j.token() {
+		if j.token() {
+			e.used -= j.needs
+		} else {
 			rest = append(rest, j)
 		}
 	}
@@ -104,6 +119,15 @@ func (e *engine) end() {
 	for _, j := range done {
 		j.computed()
 	}
+}
+
+// generate lets a prompt's job go on with its answer. A job with no answer left is over.
+func (e *engine) generate(j *job, over bool) {
+	if over {
+		e.used -= j.needs
+		return
+	}
+	e.answers = append(e.answers, j)
 }
 
 // clock is virtual time, and what is to happen.

@@ -27,19 +27,21 @@ type Setup struct {
 func Setups() []Setup {
 	four, eight := fourGPUs(), eightGPUs()
 	return []Setup{
+		{Name: "two-512", Short: "two whole engines of 4 GPUs each, prompts in chunks: at most 512 tokens a step; each conversation stays where it began", rates: four, engines: 2, budget: 512},
+		{Name: "two-256", Short: "the same with 256 tokens a step", rates: four, engines: 2, budget: 256},
+		{Name: "two-2048", Short: "the same with 2,048 tokens a step", rates: four, engines: 2, budget: 2048},
+		{Name: "one-512", Short: "one engine of 8 GPUs, 512 tokens a step", rates: eight, engines: 1, budget: 512},
+		{Name: "one-2048", Short: "the same with 2,048 tokens a step", rates: eight, engines: 1, budget: 2048},
 		{Name: "pd", Short: "a prefill and a decode engine of 4 GPUs each", rates: four, engines: 2, budget: 2048, apart: true},
 		{Name: "pd-turns", Short: "the same, and the prefill engine loads the last answer from the decode engine", rates: four, engines: 2, budget: 2048, apart: true, turns: true},
-		{Name: "one-512", Short: "one engine of 8 GPUs, prompts in chunks: at most 512 tokens a step", rates: eight, engines: 1, budget: 512},
-		{Name: "one-2048", Short: "the same with 2,048 tokens a step", rates: eight, engines: 1, budget: 2048},
-		{Name: "two-512", Short: "two engines of 4 GPUs each, 512 tokens a step; each conversation stays where it began", rates: four, engines: 2, budget: 512},
-		{Name: "two-2048", Short: "the same with 2,048 tokens a step", rates: four, engines: 2, budget: 2048},
 	}
 }
 
-// DefaultWorkload suits the GPUs: prompts of a few hundred to a few thousand tokens, of which most are cached.
+// DefaultWorkload suits the GPUs: prompts of a few hundred to a few thousand tokens, of which most are cached. The warm-up is so long that conversations go on
+// as often as they do later.
 func DefaultWorkload() serve.Workload {
 	return serve.Workload{
-		Requests: 300, Rate: 4, SystemPrompts: 8, System: serve.Range{Min: 256, Max: 1024}, Turns: serve.Range{Min: 1, Max: 4}, Think: 10,
+		Requests: 600, WarmUp: 60, CoolDown: 30, Rate: 4, SystemPrompts: 8, System: serve.Range{Min: 256, Max: 1024}, Turns: serve.Range{Min: 1, Max: 4}, Think: 10,
 		LongShare: 0.25, Long: serve.Range{Min: 1024, Max: 3072}, Short: serve.Range{Min: 32, Max: 256}, Answer: serve.Range{Min: 64, Max: 256},
 	}
 }
@@ -49,14 +51,18 @@ type Options struct {
 	Workload serve.Workload
 	Seed     uint64 // of the first round
 	Rounds   int    // schedules, one for each seed from Seed on
-	SLOs     []serve.SLO
-	Emit     bench.Emit
+	// Flat lets steps with up to 512 tokens of prompts take as long as prompts of 128 to 512 tokens were measured to take, instead of a time on a line from a
+	// step that only generates.
+	Flat bool
+	SLOs []serve.SLO
+	Emit bench.Emit
 }
 
 // Run plays the schedules with every setup and emits the rows of kvport bench serve. The results are in the order of the setups.
 func Run(ctx context.Context, o Options) ([]*serve.Result, error) {
 	var results []*serve.Result
 	for _, s := range Setups() {
+		s.rates.flat = o.Flat
 		r := &serve.Result{Setup: s.Name, SLOs: o.SLOs}
 		for round := range o.Rounds {
 			if err := ctx.Err(); err != nil {
@@ -83,6 +89,13 @@ type world struct {
 
 // play is how each request of a schedule goes.
 func (s *Setup) play(list []serve.Request) []serve.Outcome {
+	w := newWorld(s, list)
+	w.run()
+	return w.out
+}
+
+// newWorld is a setup before anything happens.
+func newWorld(s *Setup, list []serve.Request) *world {
 	w := &world{Setup: s, list: list, home: map[int]*engine{}, out: make([]serve.Outcome, len(list)), last: make([]time.Duration, len(list))}
 	for range s.engines {
 		w.engines = append(w.engines, newEngine(&w.clock, s.rates, s.budget))
@@ -94,11 +107,10 @@ func (s *Setup) play(list []serve.Request) []serve.Outcome {
 			length = w.lengths[r.After] + list[r.After].MaxTokens + len(r.Message)
 		}
 		w.lengths = append(w.lengths, length)
-		w.out[i] = serve.Outcome{At: r.At, Sent: r.At, Later: r.After >= 0, Answer: serve.Answer{Prompt: length}}
+		w.out[i] = serve.Outcome{At: r.At, Aside: r.Aside, Sent: r.At, Later: r.After >= 0, Answer: serve.Answer{Prompt: length}}
 		w.after(r.At, func() { w.arrive(i) })
 	}
-	w.run()
-	return w.out
+	return w
 }
 
 // after makes something happen later.
@@ -130,18 +142,21 @@ func (w *world) arrive(i int) {
 			wait, cached = transfer(had-cached), had
 		}
 	}
-	j := &job{left: w.lengths[i] - cached}
+	j := &job{needs: w.lengths[i], left: w.lengths[i] - cached}
 	j.token = func() bool { return w.token(i, e) }
+	if !w.apart {
+		j.needs += r.MaxTokens
+	}
 	j.computed = func() {
 		e.hold(r.Conversation, w.lengths[i])
-		if !w.apart {
-			w.joined(i, e, j)
+		if w.apart {
+			w.handOver(i, e, j)
 			return
 		}
-		w.handOver(i)
+		e.generate(j, w.token(i, e)) // the first token comes with the prompt
 	}
 	e.know(r.System) // from now on: the prompts after this one are computed after it
-	w.after(wait, func() { e.compute(j) })
+	w.after(wait, func() { e.take(j) })
 }
 
 // choose is the engine of a conversation: where it began, or the one with the fewest requests.
@@ -169,21 +184,15 @@ func (w *world) cached(e *engine, i int) int {
 	return min(n, w.lengths[i]-1)
 }
 
-// joined lets a prompt's engine go on with the answer, whose first token came with the prompt.
-func (w *world) joined(i int, e *engine, j *job) {
-	if !w.token(i, e) {
-		e.join(j)
-	}
-}
-
-// handOver moves what the decode engine lacks of a prompt, and lets it generate.
-func (w *world) handOver(i int) {
+// handOver moves what the decode engine lacks of a prompt, and lets it generate. Until then the prefill engine holds it.
+func (w *world) handOver(i int, p *engine, computed *job) {
 	r, d := &w.list[i], w.engines[1]
 	lacks := w.lengths[i] - w.cached(d, i)
 	w.after(transfer(lacks), func() {
+		p.free(computed)
 		d.know(r.System)
 		d.hold(r.Conversation, w.lengths[i])
-		d.join(&job{token: func() bool { return w.token(i, d) }})
+		d.take(&job{needs: w.lengths[i] + r.MaxTokens, token: func() bool { return w.token(i, d) }})
 	})
 }
 
