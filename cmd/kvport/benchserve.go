@@ -53,7 +53,7 @@ func newBenchServe() *cobra.Command {
 	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "with --url: file with the API key")
 	flags.StringVar(&f.config, "workload", "", "file with the workload as JSON (default one for a small model on two cores)")
 	flags.IntVar(&f.requests, "requests", 0, "requests of each seed, instead of the workload's; with --trace as many from its beginning")
-	flags.Float64SliceVar(&f.rates, "rate", nil, "requests a second, instead of the workload's; with several everything is measured at each")
+	flags.Float64SliceVar(&f.rates, "rate", nil, "requests a second, instead of the workload's; with several everything is measured at each, and rows are named after the rate")
 	flags.StringVar(&f.trace, "trace", "", "play this trace, JSON Lines as Mooncake's, instead of a workload")
 	flags.Float64Var(&f.speed, "trace-speed", 1, "how many times as fast as it was recorded")
 	flags.IntVar(&f.traceBlock, "trace-block-tokens", 512, "tokens of a hash id of the trace; with fewer all its lengths shrink")

@@ -25,10 +25,10 @@ type comparison struct {
 type offered struct {
 	number int     // from 0 on, in the order in which they are measured
 	rate   float64 // 0: that of the workload
-	name   string  // what is before the names of rows; empty: there is one load
+	name   string  // what is before the names of rows; empty: the rate is that of the workload
 }
 
-// at shows what measure finds at each rate. measure gets no emit if nothing needs rows.
+// at shows what measure finds at each rate, or at that of the workload if none is given. measure gets no emit if nothing needs rows.
 func (c *comparison) at(rates []float64, measure func(l offered, emit bench.Emit) ([]*serve.Result, error)) error {
 	if len(rates) == 0 {
 		rates = []float64{0}
@@ -36,7 +36,7 @@ func (c *comparison) at(rates []float64, measure func(l offered, emit bench.Emit
 	write := bench.JSON(c.out)
 	for n, rate := range rates {
 		l := offered{number: n, rate: rate}
-		if len(rates) > 1 {
+		if rate > 0 {
 			l.name = fmt.Sprintf("at %g/s, ", rate)
 		}
 		var emit bench.Emit

@@ -62,7 +62,7 @@ func TestSimServe(t *testing.T) {
 	var first bench.Row
 	line, _, _ := strings.Cut(text, "\n")
 	require.NoError(t, json.Unmarshal([]byte(line), &first))
-	require.Equal(t, "two-512: TTFT p50", first.Name, "one rate is not in names")
+	require.Equal(t, "at 2/s, two-512: TTFT p50", first.Name, "one rate is in names, too")
 }
 
 func TestSimServeUsage(t *testing.T) {

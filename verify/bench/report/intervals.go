@@ -4,160 +4,157 @@ import (
 	"bytes"
 	"fmt"
 	"html"
-	"math"
 	"slices"
-	"strings"
 
 	"github.com/kvport/kvport/verify/bench"
 )
 
-// served is a number of kvport bench serve: one of those that tables and plots show, of all that it measures.
-type served struct {
-	at       string // the load, such as "0.5/s"; empty: there is one
-	setup    string
-	base     string // what it is compared with; empty: the others are compared with it
-	quantity string
-	row      bench.Row
-	low      *float64 // of the interval of the ratio; nil: it has none
-	high     *float64
+// Sizes of a plot of intervals in pixels.
+const (
+	panelLeft, panelWidth  = 60, 720
+	panelHeight, panelSkip = 120, 50 // what is between two panels has a heading and the names of the loads
+	legendLine             = 18
+	legendColumns          = 6
+)
+
+// The ratios that a panel shows; what is beyond is drawn at its edge.
+const leastInterval, mostInterval = 0.2, 5.0
+
+// colours of setups, in their order.
+func colours() []string {
+	return []string{"#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#333333", "#999933"}
 }
 
-// quantities are those that tables and plots show.
-func quantities() []string {
-	return []string{"TTFT p50", "TTFT of later turns p50", "ITL p50", "ITL p99", "good requests"}
+// intervals is a plot while it is drawn.
+type intervals struct {
+	out    bytes.Buffer
+	loads  []string
+	setups []string
+	y      scale // of the panel
+	edge   bool  // something is beyond the scale, or has no bound
+	over   bool  // something is overloaded
 }
 
-// numbers finds what is shown among the rows of kvport bench serve, in their order.
-func numbers(rows []bench.Row) []served {
-	values := map[string]*float64{}
-	for _, r := range rows {
-		values[r.Name] = r.Value
-	}
-	var list []served
-	for _, r := range rows {
-		n := served{row: r, low: values[r.Name+", 95 % from"], high: values[r.Name+", 95 % to"]}
-		rest := r.Name
-		if at, is := strings.CutPrefix(rest, "at "); is {
-			n.at, rest, _ = strings.Cut(at, ", ")
-		}
-		both, quantity, compared := strings.Cut(rest, ", ")
-		if compared {
-			n.setup, n.base, _ = strings.Cut(both, " : ")
-		} else {
-			n.setup, quantity, _ = strings.Cut(rest, ": ")
-		}
-		n.quantity = quantity
-		if slices.Contains(quantities(), quantity) {
-			list = append(list, n)
-		}
-	}
-	return list
-}
-
-// ServingTable is a Markdown table of what kvport bench serve has measured: a line for each load and setup. Times are in milliseconds, and what is
-// compared has its ratio and the interval of that.
-func ServingTable(rows []bench.Row) string {
-	var b strings.Builder
-	b.WriteString("| load | setup | " + strings.Join(quantities(), " | ") + " |\n|---|---|" + strings.Repeat("---:|", len(quantities())) + "\n")
-	for list := numbers(rows); len(list) > 0; {
-		first, cells := list[0], map[string]string{}
-		for len(list) > 0 && list[0].at == first.at && list[0].setup == first.setup {
-			cells[list[0].quantity] = list[0].cell()
-			list = list[1:]
-		}
-		fmt.Fprintf(&b, "| %s | `%s` |", dash(first.at), first.setup)
-		for _, quantity := range quantities() {
-			b.WriteString(" " + dash(cells[quantity]) + " |")
-		}
-		b.WriteString("\n")
-	}
-	return b.String()
-}
-
-// cell is a number in a table.
-func (n *served) cell() string {
-	value := bench.Number(n.row.Value)
-	if n.row.Value == nil {
-		value = "failed"
-	}
-	if n.base == "" {
-		return value
-	}
-	if n.row.Ratio == nil {
-		return value
-	}
-	return fmt.Sprintf("%s: **%s** (%s to %s)", value, bench.Number(n.row.Ratio), bench.Number(n.low), bench.Number(n.high))
-}
-
-// The ratios that a plot of intervals shows, on a logarithmic scale; what is beyond is drawn at the edge.
-const leastInterval, mostInterval = 0.1, 10.0
-
-// Intervals draws the ratios of kvport bench serve: for each quantity and load a line for each setup, from the lower to the upper bound of its
-// interval, with a dot where the ratio is. What is right of 1 is better than the setup that all are compared with. The result is SVG, the same for the
-// same rows.
+// Intervals draws the ratios of kvport bench serve: a panel for each quantity, in it a group for each load, in that a mark for each setup with the interval of
+// its ratio. What is above 1 is better than the setup that all are compared with. The result is SVG, the same for the same rows.
 func Intervals(rows []bench.Row) []byte {
-	list := numbers(rows)
-	var body bytes.Buffer
-	y := margin
+	list := slices.DeleteFunc(shown(numbers(rows), quantities()...), func(n served) bool { return n.base == "" })
+	p := &intervals{loads: distinct(list, func(n served) string { return n.at }), setups: distinct(list, func(n served) string { return n.setup })}
+	top := 90 + legendLine*((len(p.setups)+legendColumns-1)/legendColumns)
+	var panels bytes.Buffer
+	y := top
 	for _, quantity := range quantities() {
-		drawn := slices.DeleteFunc(slices.Clone(list), func(n served) bool { return n.quantity != quantity || n.row.Ratio == nil || *n.row.Ratio <= 0 })
-		if len(drawn) == 0 {
-			continue
-		}
-		fmt.Fprintf(&body, `<text x="8" y="%d" font-weight="bold">%s</text>`+"\n", y+14, html.EscapeString(quantity))
-		y += rowHeight
-		for _, n := range drawn {
-			n.draw(&body, y)
-			y += rowHeight
+		if drawn := shown(list, quantity); len(drawn) > 0 {
+			p.panel(quantity, y, drawn)
+			y += panelHeight + panelSkip
 		}
 	}
-	width, height := labelWidth+plotWidth+60, y+margin
-	var out bytes.Buffer
-	fmt.Fprintf(&out, `<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" font-size="11">`+"\n", width, height)
-	fmt.Fprintf(&out, `<rect width="%d" height="%d" fill="#fff"/>`+"\n", width, height)
-	for _, tick := range []float64{0.1, 0.25, 0.5, 1, 2, 4, 10} {
-		x, colour := at(tick), "#ccc"
+	panels, p.out = p.out, bytes.Buffer{}
+	fmt.Fprintf(&p.out, `<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" font-size="11">`+"\n", panelLeft+panelWidth+20, y)
+	fmt.Fprintf(&p.out, `<rect width="%d" height="%d" fill="#fff"/>`+"\n", panelLeft+panelWidth+20, y)
+	base := ""
+	for _, n := range list {
+		base = n.base
+	}
+	p.legend(base)
+	p.out.Write(panels.Bytes())
+	p.out.WriteString("</svg>\n")
+	return p.out.Bytes()
+}
+
+// legend says what colours and marks mean.
+func (p *intervals) legend(base string) {
+	p.text(8, 16, "start", fmt.Sprintf("How many times as good as %s: above 1 is better. Logarithmic; a bar is the interval of 95 %%, and if it crosses 1 nothing is decided.", base), "#000")
+	marks := "In each group setups stand in the order of this legend."
+	if p.edge {
+		marks += fmt.Sprintf(" A triangle at an edge: the value or bound is beyond %g or %g, or there is no bound.", leastInterval, mostInterval)
+	}
+	p.text(8, 32, "start", marks, "#000")
+	if p.over {
+		p.text(8, 48, "start", "x: no ratio, since one of the two setups is overloaded or too many of its requests failed.", "#000")
+	}
+	for i, setup := range p.setups {
+		x, y := 16+i%legendColumns*125, 70+i/legendColumns*legendLine
+		fmt.Fprintf(&p.out, `<circle cx="%d" cy="%d" r="4" fill="%s"/>`+"\n", x, y-4, p.colour(setup))
+		p.text(float64(x+10), float64(y), "start", setup, "#000")
+	}
+}
+
+func (p *intervals) colour(setup string) string {
+	return colours()[slices.Index(p.setups, setup)%len(colours())]
+}
+
+func (p *intervals) text(x, y float64, anchor, text, colour string) {
+	fmt.Fprintf(&p.out, `<text x="%.1f" y="%.1f" text-anchor="%s" fill="%s">%s</text>`+"\n", x, y, anchor, colour, html.EscapeString(text))
+}
+
+// panel draws a quantity.
+func (p *intervals) panel(quantity string, top int, drawn []served) {
+	bottom := top + panelHeight
+	p.y = scale{leastInterval, mostInterval, float64(bottom), -panelHeight}
+	fmt.Fprintf(&p.out, `<text x="8" y="%d" font-weight="bold">%s</text>`+"\n", top-12, html.EscapeString(quantity))
+	for _, tick := range []float64{0.2, 0.5, 1, 2, 5} {
+		colour := "#ccc"
 		if tick == 1 {
 			colour = "#000"
 		}
-		fmt.Fprintf(&out, `<line x1="%.1f" x2="%.1f" y1="%d" y2="%d" stroke="%s"/>`+"\n", x, x, margin-6, height-margin, colour)
-		fmt.Fprintf(&out, `<text x="%.1f" y="%d" text-anchor="middle" fill="#555">%v</text>`+"\n", x, margin-10, tick)
+		y := p.y.at(tick)
+		fmt.Fprintf(&p.out, `<line x1="%d" x2="%d" y1="%.1f" y2="%.1f" stroke="%s"/>`+"\n", panelLeft, panelLeft+panelWidth, y, y, colour)
+		p.text(panelLeft-6, y+4, "end", fmt.Sprintf("%g", tick), "#555")
 	}
-	out.Write(body.Bytes())
-	base := ""
-	for _, n := range list {
-		base = max(base, n.base)
-	}
-	fmt.Fprintf(&out, `<text x="%d" y="%d" fill="#555">ratio to %s, logarithmic, with intervals of 95 %%; right of 1 is better</text>`+"\n", labelWidth, height-10, html.EscapeString(base))
-	out.WriteString("</svg>\n")
-	return out.Bytes()
-}
-
-// draw draws one ratio: green or red if its interval is on one side of 1, else grey.
-func (n *served) draw(out *bytes.Buffer, y int) {
-	colour, label := "#7f8c8d", n.setup
-	if n.at != "" {
-		label = n.at + "  " + n.setup
-	}
-	ratio := at(*n.row.Ratio)
-	from, to := ratio, ratio
-	if n.low != nil && n.high != nil {
-		from, to = at(*n.low), at(*n.high)
-		if *n.low > 1 {
-			colour = "#2e8b57"
-		} else if *n.high < 1 {
-			colour = "#c0623a"
+	group := float64(panelWidth) / float64(len(p.loads))
+	for i, load := range p.loads {
+		x := panelLeft + (float64(i)+0.5)*group
+		p.text(x, float64(bottom)+18, "middle", load, "#000")
+		if i > 0 {
+			fmt.Fprintf(&p.out, `<line x1="%.1f" x2="%.1f" y1="%d" y2="%d" stroke="#ccc"/>`+"\n", x-group/2, x-group/2, top, bottom)
 		}
 	}
-	middle := float64(y) + float64(rowHeight)/2
-	fmt.Fprintf(out, `<text x="%d" y="%d" text-anchor="end">%s</text>`+"\n", labelWidth-8, y+14, html.EscapeString(label))
-	fmt.Fprintf(out, `<line x1="%.1f" x2="%.1f" y1="%.1f" y2="%.1f" stroke="%s" stroke-width="3"/>`+"\n", from, to, middle, middle, colour)
-	fmt.Fprintf(out, `<circle cx="%.1f" cy="%.1f" r="4" fill="%s"/>`+"\n", ratio, middle, colour)
-	fmt.Fprintf(out, `<text x="%.1f" y="%d">%s</text>`+"\n", max(to, ratio)+8, y+14, bench.Number(n.row.Ratio))
+	step := group / float64(len(p.setups)+1)
+	for _, n := range drawn {
+		x := panelLeft + float64(slices.Index(p.loads, n.at))*group + float64(slices.Index(p.setups, n.setup)+1)*step
+		p.mark(x, n)
+	}
 }
 
-// at is where a ratio is on the horizontal axis of a plot of intervals.
-func at(ratio float64) float64 {
-	ratio = min(max(ratio, leastInterval), mostInterval)
-	return labelWidth + plotWidth*math.Log(ratio/leastInterval)/math.Log(mostInterval/leastInterval)
+// mark draws one ratio with its interval.
+func (p *intervals) mark(x float64, n served) {
+	colour := p.colour(n.setup)
+	if n.row.Ratio == nil {
+		p.over = true
+		p.text(x, p.y.from-3, "middle", "x", colour)
+		return
+	}
+	ratio := *n.row.Ratio
+	if n.interval {
+		low, high := leastInterval/2, mostInterval*2 // no bound
+		if n.low != nil {
+			low = *n.low
+		}
+		if n.high != nil {
+			high = *n.high
+		}
+		fmt.Fprintf(&p.out, `<line x1="%.1f" x2="%.1f" y1="%.1f" y2="%.1f" stroke="%s" stroke-width="2"/>`+"\n", x, x, p.y.at(low), p.y.at(high), colour)
+		p.beyond(x, low, colour)
+		p.beyond(x, high, colour)
+	}
+	if !p.beyond(x, ratio, colour) {
+		fmt.Fprintf(&p.out, `<circle cx="%.1f" cy="%.1f" r="4" fill="%s"/>`+"\n", x, p.y.at(ratio), colour)
+	}
+}
+
+// beyond draws a triangle at the edge if a ratio is beyond the scale.
+func (p *intervals) beyond(x, ratio float64, colour string) bool {
+	y, tip := p.y.at(ratio), 0.0
+	switch {
+	case ratio < leastInterval:
+		tip = 7
+	case ratio > mostInterval:
+		tip = -7
+	default:
+		return false
+	}
+	p.edge = true
+	fmt.Fprintf(&p.out, `<polygon points="%.1f,%.1f %.1f,%.1f %.1f,%.1f" fill="%s"/>`+"\n", x-5, y, x+5, y, x, y+tip, colour)
+	return true
 }
