@@ -65,7 +65,7 @@ func Intervals(rows []bench.Row) []byte {
 // legend says what colours and marks mean.
 func (p *intervals) legend(base string) {
 	p.text(8, 16, "start", fmt.Sprintf("How many times as good as %s: above 1 is better. Logarithmic; a bar is the interval of 95 %%, and if it crosses 1 nothing is decided.", base), "#000")
-	marks := "In each group setups stand in the order of this legend."
+	marks := "In each group setups have the order of this legend."
 	if p.edge {
 		marks += fmt.Sprintf(" A triangle at an edge: the value or bound is beyond %g or %g, or there is no bound.", leastInterval, mostInterval)
 	}

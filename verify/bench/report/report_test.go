@@ -68,7 +68,7 @@ func TestSentences(t *testing.T) {
 			require.NoError(t, err)
 			_, decimals, _ := strings.Cut(text, ".")
 			half := 0.5001 * math.Pow(10, -float64(len(decimals)))
-			require.True(t, slices.ContainsFunc(known, func(v float64) bool { return math.Abs(v-said) <= half }), "%q is no number of the tables: %s", match[0], line)
+			require.True(t, slices.ContainsFunc(known, func(v float64) bool { return math.Abs(v-said) <= half }), "%q is not in the tables: %s", match[0], line)
 			checked++
 		}
 	}
