@@ -182,7 +182,7 @@ type Worker interface {
 }
 
 // A Registerer is a Worker that needs the cache of its rank before the first transfer, for example because a library registers the
-// memory, or because peers ask where it is. Package sdk looks for it; it is no power, so hosts and the protocol do not know it.
+// memory, or because peers ask where it is. Package sdk looks for it; it is not a power, so hosts and the protocol do not know it.
 type Registerer interface {
 	// RegisterKV is called once, when the side is opened and before any Load or Save. kv is what these get, and is valid until
 	// Close has returned. After an error the side is closed, and the host gets the error as that of its opening.

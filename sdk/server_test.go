@@ -123,7 +123,7 @@ func TestWorkerSeesTheHostsMemory(t *testing.T) {
 	require.ErrorIs(t, wire.ErrorFromProto(l.call(matchCall()).GetError()), connector.ErrIncompatible)
 }
 
-// registering is a worker that wants its cache early.
+// registering is a worker that asks for its cache early.
 type registering struct {
 	*scripted
 	register func(context.Context, *connector.KV) error

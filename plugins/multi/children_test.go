@@ -176,7 +176,7 @@ func testOrder(r *rig.Rig, m string, three trio, prompts []string, want []*clust
 	multi := func(at string) *composed {
 		return &composed{
 			children: listed, values: fixture.Values{"TMP": filepath.Join(r.Store, at), "NAME": at, "SERVER": three.server},
-			settings: `,"kvport":{"deadlines":{"match":"20s"}}`, // a child that is late is passed over: which is first is not to depend on the machine's load
+			settings: `,"kvport":{"deadlines":{"match":"20s"}}`, // also a child's patience: one that is late is passed over, and tickets do not name what it saves late, which is not to depend on the machine's load
 		}
 	}
 	apart := multi(three.at + "-apart")

@@ -84,9 +84,13 @@ class Engine:
             self.process = subprocess.Popen([sys.executable, str(HERE / "engine.py"), json.dumps(config)], stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log, text=True, env=environment(env), cwd=rig.folder)
         rig.processes.append(self)
+        self.listen()
+        self.ready = self.answer("ready", 600)
+
+    def listen(self):
+        """Begin to take what the engine tells."""
         self.results, self.answers, self.arrived = {}, queue.Queue(), threading.Condition()
         threading.Thread(target=self.read, daemon=True).start()
-        self.ready = self.answer("ready", 600)
 
     def read(self):
         """Sort what the engine tells into results and answers."""
@@ -344,7 +348,7 @@ class Rig:
         for i, (w, g) in enumerate(zip(want, got)):
             if list(w.ids) != list(g.ids):
                 at = next((k for k, (a, b) in enumerate(zip(w.ids, g.ids)) if a != b), min(len(w.ids), len(g.ids)))
-                raise Failed(f"{what}: answer {i} differs from vLLM's own at token {at} of {len(w.ids)} (finish {g.finish}): {g.ids} != {w.ids}")
+                raise Failed(f"{what}: answer {i} is not what it must be, from token {at} of {len(w.ids)} on (finish {g.finish}): {g.ids} != {w.ids}")
             self.count("tokens equal", len(w.ids))
 
     def until(self, condition, what, timeout=30):
