@@ -145,7 +145,8 @@ func (p *intervals) mark(x float64, n served) {
 
 // beyond draws a triangle at the edge if a ratio is beyond the scale.
 func (p *intervals) beyond(x, ratio float64, colour string) bool {
-	y, tip := p.y.at(ratio), 0.0
+	y := p.y.at(ratio)
+	var tip float64
 	switch {
 	case ratio < leastInterval:
 		tip = 7

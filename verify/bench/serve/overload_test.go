@@ -17,7 +17,7 @@ type oneByOne struct {
 	each time.Duration
 }
 
-func (s *oneByOne) Send(_ context.Context, r *Request, piece func()) (Answer, error) {
+func (s *oneByOne) Send(_ context.Context, _ *Request, piece func()) (Answer, error) {
 	s.turn <- struct{}{}
 	<-time.After(s.each)
 	<-s.turn
