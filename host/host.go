@@ -165,6 +165,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	h.src = h.source(h.cfg)
 	h.src.reland = h.reland
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
+	h.src.filled = func(n int64) { h.metrics.allocated.Add(float64(n)) }
 	manifest, err := h.src.find(ctx, h.opts.PluginPath)
 	if err != nil {
 		return nil, err

@@ -41,6 +41,7 @@ type metrics struct {
 	info       prometheus.Gauge
 	lostBlocks prometheus.Gauge
 	arena      prometheus.Gauge
+	allocated  prometheus.Gauge // of arena
 	staleKeys  prometheus.Gauge
 	children   *childMetrics
 	vitals     *vitals
@@ -74,6 +75,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		lost:       own.Counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
 		landing:    own.Gauge("kvport_landing_slots_used", "Slots of landing memory that transfers have."),
 		arena:      own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
+		allocated:  own.Gauge("kvport_arena_allocated_bytes", "Bytes of kvport_arena_bytes that are allocated: the host does that in the background, from its start on."),
 		lostBlocks: own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),
 		staleKeys:  own.Gauge("kvport_key_file_stale", "1 if the file of keys has changed and cannot be read: the keys that it had stay in use."),
 		answer:     own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),

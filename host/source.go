@@ -32,6 +32,7 @@ type source struct {
 	sources  *Region          // where blocks of engines of other shapes are read to, for all ranks; nil: none come
 	started  func(pid, pidfd int) error
 	held     func(bytes int64) // told how large the arena is; may be nil
+	filled   func(bytes int64) // told how much of it has been allocated since; may be nil
 	promised *promised         // shared with the other plugins of the host
 	violated func(what string)
 	hurry    <-chan struct{}         // closed when the host closes
