@@ -189,6 +189,15 @@ func (w *hostedWorker) SaveLayers(ctx context.Context, t *connector.Transfer, _ 
 	return m.wait()
 }
 
+// LoadLayers implements connector.LayerLoader. A host that copies what it loads announces all of it at once.
+func (w *hostedWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	err := w.Load(ctx, t, kv)
+	if err == nil {
+		arrived.Advance(w.env.Layout.Layers())
+	}
+	return err
+}
+
 // Close implements connector.Worker. A host closes a worker side once and drops its error: this returns it, too.
 func (w *hostedWorker) Close() error {
 	err := w.host.Close(context.Background())

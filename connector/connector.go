@@ -20,6 +20,7 @@
 //	show numbers of its own among the host's metrics           StatsSource CanStat   scheduler
 //	report which blocks come and go                            EventSource CanEvents scheduler
 //	save blocks while their layers are computed                LayerWorker CanLayers worker
+//	load blocks whose first layers are used at once            LayerLoader CanOverlap worker
 //	keep holds as long as their consumers are alive            Leaser      CanLease  scheduler
 //	load what an engine with another block size holds          Reshaper    CanReshape worker
 //

@@ -26,6 +26,22 @@ type LayerWorker interface {
 	SaveLayers(ctx context.Context, t *Transfer, kv *KV, progress Progress) error
 }
 
+// Arrivals hears how many layers of a load have arrived. *[LayerCount] is one.
+type Arrivals interface {
+	// Advance says that the digests (DigestLayer) and layers 0 to n-1 of every block of the load are in place, and
+	// that nothing writes them any more. It never blocks, and a smaller n than before has no effect.
+	Advance(n int)
+}
+
+// A LayerLoader loads blocks layer by layer (capability CanOverlap), so that the engine computes with the
+// first layers while the others are still on their way.
+type LayerLoader interface {
+	// LoadLayers is Load, except that it tells arrived of layers as they come: first of none, since digests come
+	// before all layers, then of more and more (rule OVERLAP-01). It may leave announcements out, and makes none
+	// any more when a block cannot be had. What it returns counts, and means what it means for Load (OVERLAP-02).
+	LoadLayers(ctx context.Context, t *Transfer, kv *KV, arrived Arrivals) error
+}
+
 // Layers is how many layers a cache has: one more than the highest Layer of a segment, or 0 if no segment
 // has a layer.
 func (l *Layout) Layers() int {

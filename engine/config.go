@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"slices"
 	"strconv"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -31,8 +32,12 @@ type Config struct {
 	Connector  *host.Config // nil: no connector
 	PluginPath []string     // folders in which to look for plugins
 	Events     EventSink    // is told which blocks the engine has; nil: nobody is
-	Log        *slog.Logger // nil: slog.Default()
-	Metrics    prometheus.Registerer
+	// LayerPatience is how long a step waits for layers of KV that is being loaded, all of them together, so that requests
+	// are computed while their last layers are still on their way; default 100 ms. Negative: they wait for the whole load.
+	LayerPatience time.Duration
+
+	Log     *slog.Logger // nil: slog.Default()
+	Metrics prometheus.Registerer
 }
 
 // withDefaults fills in what was left out and refuses what cannot work, naming the field.
@@ -75,6 +80,7 @@ func (c Config) withDefaults() (Config, error) {
 	if c.MaxModelLen == 0 {
 		return c, fmt.Errorf("engine config: number of blocks is %d, want one at least for each of %d groups", c.NumBlocks, len(groups))
 	}
+	c.LayerPatience = cmp.Or(c.LayerPatience, 100*time.Millisecond)
 	c.Log = cmp.Or(c.Log, slog.Default())
 	if c.Metrics == nil {
 		c.Metrics = prometheus.NewRegistry()

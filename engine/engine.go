@@ -125,7 +125,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 			return e.loop.sched.Addresses(id, blockTokens, tokens)
 		},
 		Tail: func(id connector.RequestID) connector.BlockKey { return e.loop.sched.Tail(id) },
-	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports})
+	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports, Overlap: e.cfg.LayerPatience > 0})
 	if err != nil {
 		return err
 	}

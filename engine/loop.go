@@ -25,21 +25,22 @@ const askTickets = 500 * time.Millisecond
 
 // loop is the goroutine that runs an engine.
 type loop struct {
-	e       *Engine
-	sched   *sched.Scheduler
-	pool    *kvcache.Pool
-	ranks   []*connector.KV   // the cache of each rank
-	events  <-chan host.Event // nil without a connector
-	reports <-chan host.BlockReport
-	news    *news // nil: nobody is told which blocks there are
-	metrics *metrics
-	streams map[connector.RequestID]*stream
-	closing bool
-	batch   model.Batch
-	kept    time.Time   // when the connector was last asked about all queued requests that have a ticket
-	saving  uint64      // the step whose layers are saved while it is computed
-	logits  [][]float32 // one for each place in the largest batch so far
-	sampled []int32
+	e        *Engine
+	sched    *sched.Scheduler
+	pool     *kvcache.Pool
+	ranks    []*connector.KV   // the cache of each rank
+	events   <-chan host.Event // nil without a connector
+	reports  <-chan host.BlockReport
+	news     *news // nil: nobody is told which blocks there are
+	metrics  *metrics
+	streams  map[connector.RequestID]*stream
+	closing  bool
+	batch    model.Batch
+	kept     time.Time                                  // when the connector was last asked about all queued requests that have a ticket
+	saving   uint64                                     // the step whose layers are saved while it is computed
+	arriving map[connector.RequestID]connector.Progress // of loads whose layers are verified one by one
+	logits   [][]float32                                // one for each place in the largest batch so far
+	sampled  []int32
 }
 
 func newLoop(e *Engine, ranks []*connector.KV) *loop {
@@ -55,7 +56,7 @@ func newLoop(e *Engine, ranks []*connector.KV) *loop {
 		}
 		cfg.Trailing = append(cfg.Trailing, trailing)
 	}
-	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), ranks: ranks, metrics: e.metrics, streams: map[connector.RequestID]*stream{}}
+	l := &loop{e: e, pool: kvcache.New(e.cfg.NumBlocks), ranks: ranks, metrics: e.metrics, streams: map[connector.RequestID]*stream{}, arriving: map[connector.RequestID]connector.Progress{}}
 	if e.host != nil {
 		cfg.Role = e.cfg.Connector.Role
 		cfg.FailLoads = e.cfg.Connector.FailurePolicy == host.PolicyFail
@@ -140,6 +141,9 @@ func (l *loop) event(ev host.Event, open bool) {
 		l.events = nil
 		return
 	}
+	if ev.Kind == host.Loaded {
+		delete(l.arriving, ev.Request)
+	}
 	switch {
 	case ev.Lost && ev.Kind == host.Released:
 		l.sched.LostHold(ev.Step, ev.Request)
@@ -153,6 +157,9 @@ func (l *loop) event(ev host.Event, open bool) {
 	case host.Loaded:
 		l.noteLoaded(ev.Request, len(ev.Failed) > 0)
 		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, ev.Replace, ev.Unverified)
+	case host.Arriving:
+		l.arriving[ev.Request] = ev.Layers
+		l.sched.Arriving(ev.Step, ev.Request)
 	case host.Saved:
 		l.sched.Saved(ev.Step, ev.Request)
 	case host.Stored:
@@ -227,18 +234,9 @@ func (l *loop) tell(st *connector.Step) {
 // end with its error and the engine lives on.
 func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
 	start := time.Now()
-	l.batch.Chunks, l.sampled = l.batch.Chunks[:0], l.sampled[:0]
-	for len(l.logits) < len(chunks) {
-		l.logits = append(l.logits, make([]float32, l.e.info.Vocab))
-	}
-	for i, c := range chunks {
-		chunk := model.Chunk{Tokens: c.Tokens, Start: c.Start, Blocks: c.Blocks}
-		if c.Sample {
-			chunk.Logits = l.logits[i : i+1]
-		}
-		l.batch.Chunks = append(l.batch.Chunks, chunk)
-	}
-	if err := l.forward(); err != nil {
+	l.sampled = l.sampled[:0]
+	chunks, err := l.overlapped(chunks)
+	if err != nil {
 		if l.batch.AfterLayer != nil {
 			l.e.host.GiveUp(l.saving)
 		}
@@ -254,6 +252,21 @@ func (l *loop) compute(chunks []sched.Chunk) *connector.Step {
 	}
 	l.metrics.step.Observe(time.Since(start).Seconds())
 	return l.sched.Commit(l.sampled)
+}
+
+// fill makes chunks the model's batch.
+func (l *loop) fill(chunks []sched.Chunk) {
+	l.batch.Chunks = l.batch.Chunks[:0]
+	for len(l.logits) < len(chunks) {
+		l.logits = append(l.logits, make([]float32, l.e.info.Vocab))
+	}
+	for i, c := range chunks {
+		chunk := model.Chunk{Tokens: c.Tokens, Start: c.Start, Blocks: c.Blocks}
+		if c.Sample {
+			chunk.Logits = l.logits[i : i+1]
+		}
+		l.batch.Chunks = append(l.batch.Chunks, chunk)
+	}
 }
 
 func (l *loop) forward() error {

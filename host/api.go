@@ -59,6 +59,10 @@ type Options struct {
 	// loads with a fault or without digests, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
+	// Overlap says that the engine takes Arriving events, and may compute with the first layers of a load while the
+	// others are on their way.
+	Overlap bool
+
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no
 	// plugin is started: package conformance runs connectors so. memory is what they may touch, one region for each
 	// rank, and layout says where its blocks are. Every Match is a miss. Nothing can kill such a worker side: a call
@@ -78,6 +82,7 @@ const (
 	Released                      // the hold announced by an earlier Finished is over
 	Answered                      // a Match that answered Later may know more now
 	Stored                        // before Saved, sometimes: all that a ticket promises of a Computed transfer is stored, its blocks stay pinned
+	Arriving                      // before Loaded, sometimes, with Options.Overlap: layers of an Admitted transfer are verified one by one, see Layers
 )
 
 // Event tells the engine's loop about the end of something it handed to the host. When it arrives
@@ -101,6 +106,9 @@ type Event struct {
 	// is computed, its save has to replace it.
 	Replace bool
 	Err     error // why Failed is not empty, for logs and metrics
+	// Layers of Arriving says which layers of the transfer are verified on all ranks: the engine may read those. It fails
+	// when the load does. What is computed so counts only when Loaded has come, without Failed (rule OVERLAP-03).
+	Layers connector.Progress
 }
 
 // Health is what /health says about a host.

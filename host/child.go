@@ -307,13 +307,28 @@ type childWorker struct {
 
 // Load implements connector.Worker. It returns when no process of the child can write the blocks.
 func (w childWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return w.move(ctx, w.loadLimit(t), "load", t, func(ctx context.Context, side connector.Worker) error { return side.Load(ctx, t, kv) })
+}
+
+// LoadLayers implements connector.LayerLoader.
+func (w childWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	return w.move(ctx, w.loadLimit(t), "load", t, func(ctx context.Context, side connector.Worker) error {
+		loader, ok := connector.As[connector.LayerLoader](side)
+		if !ok {
+			return side.Load(ctx, t, kv)
+		}
+		return loader.LoadLayers(ctx, t, kv, arrived)
+	})
+}
+
+// loadLimit is how long a load may take.
+func (w childWorker) loadLimit(t *connector.Transfer) time.Duration {
 	d := &w.set.Deadlines
 	bytes := int64(0)
 	for _, b := range t.Blocks {
 		bytes += w.src.layout.BlockBytes(b.Group)
 	}
-	limit := d.Transfer + time.Duration(float64(bytes)/(1<<30)*float64(d.TransferPerGiB))
-	return w.move(ctx, limit, "load", t, func(ctx context.Context, side connector.Worker) error { return side.Load(ctx, t, kv) })
+	return d.Transfer + time.Duration(float64(bytes)/(1<<30)*float64(d.TransferPerGiB))
 }
 
 // Reshape implements connector.Reshaper. A child that cannot is not asked: it has offered nothing.

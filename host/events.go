@@ -96,6 +96,7 @@ func (h *Host) tell(b *tracker.Event) {
 	switch b.Kind {
 	case tracker.Loaded:
 		e.Kind, e.Unverified = Loaded, b.Unverified
+		h.endArriving(b)
 		h.metrics.moved("load", b)
 		if b.Damaged > 0 {
 			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged, "first", b.Damage)
@@ -118,6 +119,9 @@ func (h *Host) tell(b *tracker.Event) {
 		e.Kind = Answered
 	case tracker.Stored:
 		e.Kind = Stored
+	case tracker.Arriving:
+		h.tellArriving(b)
+		return
 	}
 	h.events.put(e)
 }

@@ -49,6 +49,7 @@ type Host struct {
 	layers    int // of the cache
 
 	layerWise bool
+	arriving  map[arrival]*connector.LayerCount // loads that the engine has begun to use; guarded by mu
 
 	stats       *connectorStats
 	blockEvents blockEventReporter
@@ -110,7 +111,7 @@ func newHost(cfg *Config, eng Engine, opts Options) *Host {
 	return &Host{
 		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
 		stats:  newConnectorStats("", nil),
-		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(),
+		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(), arriving: map[arrival]*connector.LayerCount{},
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 }
@@ -225,6 +226,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Addresses: h.eng.Addresses, Windows: sourceWindows, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
+	c.Overlap = h.opts.Overlap && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
 	h.composite.stretch(&c)
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))

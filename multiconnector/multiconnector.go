@@ -50,6 +50,14 @@ func (c *Child) fetches() bool { return c.Info.MatchFetches && c.Role.Loads() }
 // reshapes reports whether the child can load from engines of other shapes.
 func (c *Child) reshapes() bool { return c.Info.Reshapes() && c.Role.Loads() }
 
+// powers are those of the child that the composite passes on.
+func (c *Child) powers() connector.Capability {
+	if !c.Role.Loads() {
+		return c.Info.Capabilities & Powers &^ connector.CanOverlap
+	}
+	return c.Info.Capabilities & Powers
+}
+
 // mayHave reports whether the child can be asked for a block: only one that keeps finished blocks can
 // have a partial one, which has no key.
 func (c *Child) mayHave(b *connector.Block) bool {
@@ -57,7 +65,7 @@ func (c *Child) mayHave(b *connector.Block) bool {
 }
 
 // Powers are the optional interfaces that a composite passes on.
-const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease | connector.CanReshape
+const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease | connector.CanReshape | connector.CanOverlap
 
 // Masked lists the powers of the child that a composite does not pass on, each with what that costs.
 // Powers that a child's role has no use for are left out.
@@ -140,7 +148,7 @@ func Fold(name string, children []Child) (connector.Info, error) {
 			return bad("two children are called %q", c.Name)
 		}
 		seen[c.Name] = true
-		info.Capabilities |= c.Info.Capabilities & Powers
+		info.Capabilities |= c.powers()
 		info.Groups = info.Groups && c.Info.Groups
 		info.Lossy = info.Lossy || c.Info.Lossy && c.Role.Loads()
 		info.MatchFetches = info.MatchFetches || c.fetches()

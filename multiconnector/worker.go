@@ -46,9 +46,13 @@ func (m *Multi) Worker(sides []connector.Worker, groups []connector.Group, close
 // Load implements connector.Worker. Every block is asked of the child that it is routed to, and when
 // that fails of the others, in order. It returns when no child can write any more.
 func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return w.load(ctx, t, kv, nil)
+}
+
+func (w *worker) load(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived *arrivals) error {
 	w.mark(t, 1)
 	defer w.mark(t, -1)
-	l := &loading{worker: w, t: t, kv: kv, tried: make([]uint32, len(t.Blocks))}
+	l := &loading{worker: w, t: t, kv: kv, arrived: arrived, tried: make([]uint32, len(t.Blocks))}
 	if len(t.Extra) > 0 {
 		shares, err := unpackShares(t.Extra, len(w.children), len(t.Blocks))
 		if err != nil {
@@ -126,6 +130,8 @@ type loading struct {
 	given []int    // blocks that nobody else is asked for
 	errs  []error
 	asked bool // the last round asked somebody
+
+	arrived *arrivals // nil: layers are not announced
 }
 
 // planned runs the shares of a plan.
@@ -217,16 +223,32 @@ func (l *loading) asks(by map[int][]int) []ask {
 // run loads from several children at once and notes what did not arrive.
 func (l *loading) run(ctx context.Context, asks []ask) {
 	l.asked = len(asks) > 0
+	blocks := 0
+	for i := range asks {
+		blocks += len(asks[i].indexes)
+	}
+	if blocks < len(l.t.Blocks) {
+		l.arrived = nil // it lacks some, or others are asked for a part
+	}
+	if l.arrived != nil {
+		l.arrived.begin(len(asks))
+	}
 	bad := make([]map[connector.Block]bool, len(asks))
 	errs := make([]error, len(asks))
-	l.together(len(asks), func(i int) { bad[i], errs[i] = l.one(ctx, &asks[i]) })
+	l.together(len(asks), func(i int) {
+		if l.arrived != nil {
+			bad[i], errs[i] = l.oneByLayer(ctx, &asks[i], l.arrived.from(i))
+		} else {
+			bad[i], errs[i] = l.one(ctx, &asks[i])
+		}
+	})
 	for i := range asks {
 		c := &l.children[asks[i].child]
 		for _, k := range asks[i].indexes {
 			l.tried[k] |= 1 << asks[i].child
 			switch {
 			case !bad[i][l.t.Blocks[k]]:
-			case c.Fail:
+			case c.Fail, l.arrived.begun():
 				l.given = append(l.given, k)
 			default:
 				l.left = append(l.left, k)

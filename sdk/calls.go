@@ -61,6 +61,12 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 			return err
 		}
 		move, m = save, request.SaveLayers.GetTransfer()
+	case *kvportv1.SessionRequest_LoadLayers:
+		load, err := w.loadLayers(request.LoadLayers)
+		if err != nil {
+			return err
+		}
+		move, m = load, request.LoadLayers.GetTransfer()
 	case *kvportv1.SessionRequest_ReshapeBlocks:
 		r, read, err := w.reshape(request.ReshapeBlocks)
 		if err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/shm"
@@ -17,17 +18,23 @@ func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connec
 	if err != nil {
 		return nil, err
 	}
-	worker, err := power[connector.LayerWorker](w.worker, connector.CanLayers)
+	worker, err := counted[connector.LayerWorker](w, connector.CanLayers)
 	if err != nil {
 		return nil, err
-	}
-	if w.board == nil {
-		return nil, fmt.Errorf("save layers: the side was opened without counters: %w", connector.ErrIncompatible)
 	}
 	p := &boardProgress{board: w.board, slot: s.Slot, call: s.Call, layers: w.kv.Layout().Layers()}
 	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 		return worker.SaveLayers(ctx, t, kv, p)
 	}, nil
+}
+
+// counted is the worker side as one that goes layer by layer, if it can and has counters for that.
+func counted[T any](w *side, bit connector.Capability) (T, error) {
+	worker, err := power[T](w.worker, bit)
+	if err == nil && w.board == nil {
+		err = fmt.Errorf("%v: the side was opened without counters: %w", bit, connector.ErrIncompatible)
+	}
+	return worker, err
 }
 
 // boardProgress is the Progress of one call: a counter that the host advances in shared memory.
@@ -51,4 +58,41 @@ func (p *boardProgress) Wait(ctx context.Context, seen int) (int, error) {
 		return 0, err
 	}
 	return min(int(n), p.layers), nil
+}
+
+// loadLayers calls the worker's LoadLayers, and counts with the counter that a message names.
+func (w *side) loadLayers(m *kvportv1.LoadLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
+	l, err := wire.LoadLayersFromProto(m)
+	if err != nil {
+		return nil, err
+	}
+	worker, err := counted[connector.LayerLoader](w, connector.CanOverlap)
+	if err != nil {
+		return nil, err
+	}
+	a := &boardArrivals{board: w.board, slot: l.Slot, call: l.Call, layers: w.kv.Layout().Layers()}
+	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		return worker.LoadLayers(ctx, t, kv, a)
+	}, nil
+}
+
+// boardArrivals are the Arrivals of one call: a counter in shared memory that the host looks at.
+type boardArrivals struct {
+	board  *shm.BoardView
+	slot   int
+	call   uint32
+	layers int
+
+	mu   sync.Mutex
+	told int
+}
+
+// Advance implements connector.Arrivals.
+func (a *boardArrivals) Advance(n int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if n = min(n, a.layers); n > a.told {
+		a.told = n
+		a.board.Set(a.slot, a.call, uint32(n))
+	}
 }

@@ -50,7 +50,7 @@ func mapArena(fd int, size int64) (*shm.Region, error) {
 	return region, nil
 }
 
-// board maps the counters of SaveLayers. It returns nil if the host has none. free waits until nobody reads
+// board maps the counters of SaveLayers and LoadLayers. It returns nil if the host has none. free waits until nobody reads
 // them.
 func (r *regions) board(want wire.Region) (_ *shm.BoardView, free func() error, err error) {
 	if want.Size == 0 {

@@ -23,7 +23,7 @@ type Mutant struct {
 func All() []Mutant {
 	out := slices.Concat(badStores(), fileMutants(), arenaMutants(), remoteMutants(), offloadMutants(), pipeMutants(), pdMutants(), bufferMutants(), multiMutants(), someRandomlyFound())
 	lists := [][]fault{
-		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(), layerFaults(),
+		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(), layerFaults(), overlapFaults(),
 		lifeFaults(), ringFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
 	}
 	for _, list := range lists {
@@ -127,6 +127,7 @@ type badWorker struct {
 	*worker
 	load, save func(context.Context, *connector.Transfer, *connector.KV) error
 	layers     func(layerCall) error
+	overlap    func(overlapCall) error
 	close      func() error
 }
 
@@ -136,6 +137,14 @@ func (w *badWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *c
 		return w.layers(layerCall{call{w.worker, ctx, t, kv}, p})
 	}
 	return w.worker.SaveLayers(ctx, t, kv, p)
+}
+
+// LoadLayers implements connector.LayerLoader.
+func (w *badWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	if w.overlap != nil {
+		return w.overlap(overlapCall{call{w.worker, ctx, t, kv}, arrived})
+	}
+	return w.worker.LoadLayers(ctx, t, kv, arrived)
 }
 
 // Load implements connector.Worker.

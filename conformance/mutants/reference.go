@@ -18,7 +18,7 @@ import (
 )
 
 // allPowers is every optional interface.
-const allPowers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease
+const allPowers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease | connector.CanOverlap
 
 // Reference is a correct connector with every optional power. It keeps blocks in memory; engines
 // that were opened with the same value see each other.

@@ -28,7 +28,7 @@ import (
 )
 
 // Capabilities are the optional powers of both sides.
-const Capabilities = connector.CanHold | connector.CanLease | connector.CanReset | connector.CanStat | connector.CanLayers | connector.CanReshape
+const Capabilities = connector.CanHold | connector.CanLease | connector.CanReset | connector.CanStat | connector.CanLayers | connector.CanReshape | connector.CanOverlap
 
 // Scope is who sees what the connector keeps: others need a ticket.
 const Scope = connector.ScopeEngine

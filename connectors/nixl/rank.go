@@ -37,6 +37,8 @@ type rank struct {
 	view     sync.Mutex
 	now      *aliasMapping // that loads go to; nil: not made yet
 	prefetch *prefetch     // nil: nothing is read before its ticket
+
+	stageBytes uint64 // that are read at least before layers are announced
 }
 
 // cache is a rank's paged cache as NIXL knows it.
@@ -53,7 +55,7 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 	}
 	r := &rank{
 		node: n, env: env, agent: agent, awake: make(chan struct{}, 1),
-		stop: make(chan struct{}), stopped: make(chan struct{}), ready: make(chan struct{}), producers: producerCache{all: map[string]*producer{}},
+		stop: make(chan struct{}), stopped: make(chan struct{}), ready: make(chan struct{}), producers: producerCache{all: map[string]*producer{}}, stageBytes: minStage,
 	}
 	r.peers = &peers{rank: r}
 	if err := r.startBackends(); err != nil {

@@ -81,7 +81,7 @@ func (w *worker) Reshape(ctx context.Context, t *connector.Transfer, source conn
 	if at.a, err = w.rank.node.pool.ask(ctx, from.Address, q); err != nil {
 		return err
 	}
-	p, err := plan(kv, t, at.a)
+	p, err := plan(kv, t, at.a, 0)
 	if err == nil {
 		err = ctx.Err()
 	}

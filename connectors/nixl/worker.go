@@ -32,6 +32,10 @@ func (w *worker) Save(context.Context, *connector.Transfer, *connector.KV) error
 // Load implements connector.Worker: it reads the blocks of a ticket out of the producer's cache, or has the
 // producer write them.
 func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return w.load(ctx, t, kv, nil)
+}
+
+func (w *worker) load(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
 	from, err := parseTicket(t.Ticket)
 	if err != nil {
 		return err
@@ -42,11 +46,11 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	w.rank.prefetch.learn(from.Address)
 	t = w.rank.prefetch.take(t, kv)
 	defer w.rank.node.heartbeats.read(&from)()
-	at := &pendingQuestion{ticket: &from, sum: sumOf(t.Ticket)}
+	at := &pendingQuestion{ticket: &from, sum: sumOf(t.Ticket), arrived: arrived}
 	at.from = w.rank.producers.get(from.Life)
 	if at.a = at.from.answers(&from, t, kv.Layout()); at.a != nil {
 		at.ask(w).Sum = at.sum[:]
-		if err = w.fetch(ctx, at, t, kv); !at.lost || ctx.Err() != nil {
+		if err = w.fetch(ctx, at, t, kv); !at.lost || at.told || ctx.Err() != nil {
 			return err
 		}
 		w.rank.producers.forget(from.Life) // it may say more if it is asked
@@ -61,7 +65,11 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 
 // fetch brings blocks here whose places are known.
 func (w *worker) fetch(ctx context.Context, at *pendingQuestion, t *connector.Transfer, kv *connector.KV) error {
-	plan, err := plan(kv, t, at.a)
+	inStages := uint64(0)
+	if at.arrived != nil {
+		inStages = w.rank.stageBytes
+	}
+	plan, err := plan(kv, t, at.a, inStages)
 	if err != nil {
 		return err
 	}
@@ -85,6 +93,9 @@ type pendingQuestion struct {
 	q      *question
 	a      *answer
 	lost   bool // nothing came, and nothing will
+
+	arrived connector.Arrivals // nil: nobody uses layers before the end
+	told    bool               // it has heard of one: the bytes may not be read again
 }
 
 // ask begins a question about the ticket's hold.
@@ -118,7 +129,7 @@ func (w *worker) move(ctx context.Context, at *pendingQuestion, p *reads, m *rea
 			at.q.Push = nil
 			w.tell(at) // the bytes are here and were held
 		}
-	} else if err = l.pull(ctx, m); err == nil {
+	} else if err = l.pullStages(ctx, at, p, m); err == nil {
 		if w.rank.node.moved != nil {
 			w.rank.node.moved()
 		}
@@ -173,6 +184,8 @@ func (w *worker) Close() error { return errors.Join(w.rank.close(), w.leave()) }
 type reads struct {
 	local, remote []nixl.Region
 	missing       []connector.BlockID
+	stages        []stage
+	first         int // descriptor of the stage that is being added
 }
 
 // lacking names the blocks that the producer does not hold; nil without any.
@@ -185,33 +198,44 @@ func (p *reads) lacking() error {
 
 // plan finds the producer's block for each of a transfer's, by its place in the prompt. One whose key is
 // another is missing. Errors wrap connector.ErrIncompatible.
-func plan(kv *connector.KV, t *connector.Transfer, a *answer) (*reads, error) {
+// With stageBytes, layers are read one after the other, in stages of at least that many bytes.
+func plan(kv *connector.KV, t *connector.Transfer, a *answer, stageBytes uint64) (*reads, error) {
 	l := kv.Layout()
 	if err := sameShape(l, a); err != nil {
 		return nil, err
 	}
 	room := len(t.Blocks) * len(l.Segments) / len(l.Groups)
 	p := &reads{local: make([]nixl.Region, 0, room), remote: make([]nixl.Region, 0, room)}
+	pairs := make([][][2]connector.BlockID, len(l.Groups))
 	for g := range l.Groups {
 		group := uint16(g)
 		size := l.Groups[g].BlockTokens
 		ours, theirs := ofGroup(group, t, a)
 		// The blocks of a group end with the last token (rule GROUP-01).
 		shift := (t.From+t.Tokens+size-1)/size - len(ours) - ((a.Tokens+size-1)/size - len(theirs))
-		pairs := make([][2]connector.BlockID, 0, len(ours))
+		pairs[g] = make([][2]connector.BlockID, 0, len(ours))
 		for i, b := range ours {
 			at := i + shift
 			if at < 0 || at >= len(theirs) || !theirs[at].is(&b) {
 				p.missing = append(p.missing, b.ID)
 				continue
 			}
-			pairs = append(pairs, [2]connector.BlockID{b.ID, theirs[at].ID})
+			pairs[g] = append(pairs[g], [2]connector.BlockID{b.ID, theirs[at].ID})
 		}
-		for _, s := range kv.Segments(group) {
-			for _, pair := range pairs {
-				from := a.Segments[s]
-				p.add(nixl.Bytes(kv.View(s, pair[0])), nixl.Region{Addr: from.Addr + uint64(pair[1])*from.Stride, Len: from.Bytes})
-			}
+	}
+	addSegment := func(group uint16, s int) {
+		for _, pair := range pairs[group] {
+			from := a.Segments[s]
+			p.add(nixl.Bytes(kv.View(s, pair[0])), nixl.Region{Addr: from.Addr + uint64(pair[1])*from.Stride, Len: from.Bytes})
+		}
+	}
+	if stageBytes > 0 && len(p.missing) == 0 {
+		p.addStages(kv, stageBytes, addSegment)
+		return p, nil
+	}
+	for g := range l.Groups {
+		for _, s := range kv.Segments(uint16(g)) {
+			addSegment(uint16(g), s)
 		}
 	}
 	return p, nil
@@ -243,7 +267,7 @@ func ofGroup(group uint16, t *connector.Transfer, a *answer) (ours []connector.B
 
 // add adds a block's part, to the descriptor before it where both ends touch.
 func (p *reads) add(local, remote nixl.Region) {
-	if n := len(p.local) - 1; n >= 0 {
+	if n := len(p.local) - 1; n >= p.first {
 		l, r := &p.local[n], &p.remote[n]
 		if l.Addr+l.Len == local.Addr && r.Addr+r.Len == remote.Addr {
 			l.Len += local.Len

@@ -103,17 +103,17 @@ func (m *llama) ForwardRanks(batch *Batch, ranks []*connector.KV) error {
 const rowGrain = 16
 
 func (m *llama) embed(s *step) {
-	m.compute.Run(len(s.rows), rowGrain, func(_, from, to int) {
-		for t := from; t < to; t++ {
-			m.embedding.Row(row(s.x, t, m.hidden), int(s.rows[t].token))
-		}
+	m.compute.Each(len(s.rows), rowGrain, func(_, t int) {
+		m.embedding.Row(row(s.x, t, m.hidden), int(s.rows[t].token))
 	})
 }
 
 // layer runs one transformer layer over all rows.
 func (m *llama) layer(l int, s *step, batch *Batch) error {
 	w, c, rows := &m.layers[l], m.compute, len(s.rows)
-	m.normRows(s.y, s.x, w.attentionNorm, rows)
+	c.Each(rows, rowGrain, func(thread, t int) {
+		c.RMSNorm(thread, row(s.y, t, m.hidden), row(s.x, t, m.hidden), w.attentionNorm, m.epsilon)
+	})
 	c.MatMul(s.qkv, s.y, rows, w.qkv)
 	if batch.BeforeLayer != nil {
 		if err := batch.BeforeLayer(l); err != nil {
@@ -129,45 +129,29 @@ func (m *llama) layer(l int, s *step, batch *Batch) error {
 		}
 	}
 	c.MatMul(s.out, s.y, rows, w.attentionOut)
-	c.Run(rows, rowGrain, func(thread, from, to int) {
-		for t := from; t < to; t++ {
-			x := row(s.x, t, m.hidden)
-			c.Add(x, row(s.out, t, m.hidden))
-			c.RMSNorm(thread, row(s.y, t, m.hidden), x, w.feedNorm, m.epsilon)
-		}
+	c.Each(rows, rowGrain, func(thread, t int) {
+		x := row(s.x, t, m.hidden)
+		c.Add(x, row(s.out, t, m.hidden))
+		c.RMSNorm(thread, row(s.y, t, m.hidden), x, w.feedNorm, m.epsilon)
 	})
 	c.MatMul(s.gateUp, s.y, rows, w.gateUp)
-	c.Run(rows, rowGrain, func(_, from, to int) {
-		for t := from; t < to; t++ {
-			both := row(s.gateUp, t, 2*m.feed)
-			c.SiLUMul(row(s.active, t, m.feed), both[:m.feed], both[m.feed:])
-		}
+	c.Each(rows, rowGrain, func(_, t int) {
+		both := row(s.gateUp, t, 2*m.feed)
+		c.SiLUMul(row(s.active, t, m.feed), both[:m.feed], both[m.feed:])
 	})
 	c.MatMul(s.out, s.active, rows, w.down)
-	c.Run(rows, rowGrain, func(_, from, to int) {
-		c.Add(s.x[from*m.hidden:to*m.hidden], s.out[from*m.hidden:to*m.hidden])
-	})
+	c.Each(rows, rowGrain, func(_, t int) { c.Add(row(s.x, t, m.hidden), row(s.out, t, m.hidden)) })
 	return nil
-}
-
-func (m *llama) normRows(dst, x, w []float32, rows int) {
-	m.compute.Run(rows, rowGrain, func(thread, from, to int) {
-		for t := from; t < to; t++ {
-			m.compute.RMSNorm(thread, row(dst, t, m.hidden), row(x, t, m.hidden), w, m.epsilon)
-		}
-	})
 }
 
 // store rotates queries and keys and writes keys and values to the cache.
 func (m *llama) store(s *step) {
 	q, kv := m.heads*m.headDim, m.kvDim()
-	m.compute.Run(len(s.rows), rowGrain, func(_, from, to int) {
-		for t := from; t < to; t++ {
-			r, all := s.rows[t], row(s.qkv, t, q+2*kv)
-			m.compute.Rotate(all[:q+kv], row(m.cos, r.position, m.headDim), row(m.sin, r.position, m.headDim))
-			for rank, n := 0, m.rankHeads()*m.headDim; rank < m.ranks; rank++ {
-				s.cache(r.chunk, rank).Put(r.position, row(all[q:q+kv], rank, n), row(all[q+kv:], rank, n))
-			}
+	m.compute.Each(len(s.rows), rowGrain, func(_, t int) {
+		r, all := s.rows[t], row(s.qkv, t, q+2*kv)
+		m.compute.Rotate(all[:q+kv], row(m.cos, r.position, m.headDim), row(m.sin, r.position, m.headDim))
+		for rank, n := 0, m.rankHeads()*m.headDim; rank < m.ranks; rank++ {
+			s.cache(r.chunk, rank).Put(r.position, row(all[q:q+kv], rank, n), row(all[q+kv:], rank, n))
 		}
 	})
 }
@@ -175,15 +159,13 @@ func (m *llama) store(s *step) {
 // attend writes the attention output of every row to y.
 func (m *llama) attend(s *step) {
 	group := m.heads / m.kvHeads * m.headDim // the queries that share a KV head
-	m.compute.Run(len(s.rows)*m.kvHeads, 1, func(thread, from, to int) {
-		for i := from; i < to; i++ {
-			t, head := i/m.kvHeads, i%m.kvHeads
-			r := s.rows[t]
-			q := row(s.qkv, t, m.heads*m.headDim+2*m.kvDim())
-			out := row(s.y, t, m.heads*m.headDim)
-			m.compute.Attend(thread, row(out, head, group), row(q, head, group), s.cache(r.chunk, head/m.rankHeads()),
-				kernel.Query{Head: head % m.rankHeads(), Position: r.position})
-		}
+	m.compute.Each(len(s.rows)*m.kvHeads, 1, func(thread, i int) {
+		t, head := i/m.kvHeads, i%m.kvHeads
+		r := s.rows[t]
+		q := row(s.qkv, t, m.heads*m.headDim+2*m.kvDim())
+		out := row(s.y, t, m.heads*m.headDim)
+		m.compute.Attend(thread, row(out, head, group), row(q, head, group), s.cache(r.chunk, head/m.rankHeads()),
+			kernel.Query{Head: head % m.rankHeads(), Position: r.position})
 	})
 }
 
@@ -293,25 +275,23 @@ func (s *step) useCaches(m *llama, ranks []*connector.KV) error {
 	return nil
 }
 
-// findLayers gives the segment of each layer.
+// findLayers gives the segment of each layer; the layers are in order.
 func (m *llama) findLayers(kv *connector.KV) ([]int, error) {
 	layout := kv.Layout()
 	want := m.Layout(layout.Groups[0].BlockTokens, layout.Blocks)
-	segments := make([]int, len(m.layers))
-	found := 0
+	var segments []int
 	for i, seg := range layout.Segments {
 		if seg.Layer == connector.DigestLayer || seg.Group != 0 {
 			continue
 		}
-		if seg.Layer < 0 || seg.Layer >= len(segments) || seg.Bytes != want.Segments[0].Bytes || (seg.Offset|seg.BlockStride)%4 != 0 {
+		if seg.Layer != len(segments) || seg.Bytes != want.Segments[0].Bytes || (seg.Offset|seg.BlockStride)%4 != 0 {
 			return nil, fmt.Errorf("cache segment %d (layer %d, %d bytes) is not of this model's layout: %w",
 				i, seg.Layer, seg.Bytes, connector.ErrIncompatible)
 		}
-		segments[seg.Layer] = i
-		found++
+		segments = append(segments, i)
 	}
-	if found != len(segments) {
-		return nil, fmt.Errorf("cache has %d layers, the model %d: %w", found, len(segments), connector.ErrIncompatible)
+	if len(segments) != len(m.layers) {
+		return nil, fmt.Errorf("cache has %d layers, the model %d: %w", len(segments), len(m.layers), connector.ErrIncompatible)
 	}
 	return segments, nil
 }
@@ -353,11 +333,10 @@ func (s *step) views(l int) {
 		for rank, kv := range s.kv {
 			cache := s.cache(i, rank)
 			size := cache.BlockTokens
-			blocks := cache.Blocks[:0]
+			cache.Blocks = cache.Blocks[:0]
 			for _, b := range c.Blocks[0][:(c.Start+len(c.Tokens)+size-1)/size] {
-				blocks = append(blocks, floats(kv.View(s.layers[l], b)))
+				cache.Blocks = append(cache.Blocks, floats(kv.View(s.layers[l], b)))
 			}
-			cache.Blocks = blocks
 		}
 	}
 }
@@ -373,9 +352,4 @@ func bytesOf(x []float32) []byte {
 }
 
 // grow gives a slice of length n, with old content or none.
-func grow(x []float32, n int) []float32 {
-	if cap(x) < n {
-		return make([]float32, n)
-	}
-	return x[:n]
-}
+func grow(x []float32, n int) []float32 { return slices.Grow(x[:0], n)[:n] }

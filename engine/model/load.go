@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/gguf"
@@ -158,9 +159,7 @@ func readConfig(f *gguf.File) (config, error) {
 	if r.err != nil {
 		return config{}, r.err
 	}
-	if c.heads > 0 {
-		c.headDim = r.integerOr("llama.attention.key_length", c.hidden/c.heads)
-	}
+	c.headDim = r.integerOr("llama.attention.key_length", c.hidden/c.heads)
 	embedding, err := f.Tensor("token_embd.weight")
 	if err != nil {
 		return config{}, err
@@ -208,46 +207,41 @@ func (r *metadata) number(key string, missing float64) float64 {
 
 // refuse names what the file asks for and this package does not do.
 func (r *metadata) refuse(headDim int) error {
-	unsupported := func(format string, args ...any) error {
-		return fmt.Errorf("%s is not supported: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
-	}
 	if n := r.integerOr("llama.rope.dimension_count", headDim); n != headDim {
-		return unsupported("rotary embedding of %d of %d dimensions", n, headDim)
+		return incompatible("rotary embedding of %d of %d dimensions is not supported", n, headDim)
 	}
 	if n := r.integerOr("llama.attention.value_length", headDim); n != headDim {
-		return unsupported("llama.attention.value_length %d beside keys of %d", n, headDim)
+		return incompatible("llama.attention.value_length %d beside keys of %d is not supported", n, headDim)
 	}
 	if kind, err := r.file.String("llama.rope.scaling.type"); err == nil && kind != "none" {
-		return unsupported("llama.rope.scaling.type %q", kind)
+		return incompatible("llama.rope.scaling.type %q is not supported", kind)
 	}
 	if _, err := r.file.Uint("llama.expert_count"); err == nil {
-		return unsupported("a mixture of experts (llama.expert_count)")
+		return incompatible("a mixture of experts (llama.expert_count) is not supported")
 	}
 	for _, name := range []string{"rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"} {
 		if r.file.Has(name) {
-			return unsupported("tensor %q", name)
+			return incompatible("tensor %q is not supported", name)
 		}
 	}
 	return r.err
 }
 
+// incompatible is an error that wraps connector.ErrIncompatible.
+func incompatible(format string, args ...any) error {
+	return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
+}
+
 func (c *config) check() error {
-	bad := func(format string, args ...any) error {
-		return fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), connector.ErrIncompatible)
-	}
-	supported := false
-	for _, d := range kernel.HeadDims() {
-		supported = supported || d == c.headDim
-	}
 	switch {
-	case !supported:
-		return bad("attention heads of %d dimensions, supported are %v", c.headDim, kernel.HeadDims())
+	case !slices.Contains(kernel.HeadDims(), c.headDim):
+		return incompatible("attention heads of %d dimensions, supported are %v", c.headDim, kernel.HeadDims())
 	case c.heads%c.kvHeads != 0:
-		return bad("%d attention heads do not divide by %d KV heads", c.heads, c.kvHeads)
+		return incompatible("%d attention heads do not divide by %d KV heads", c.heads, c.kvHeads)
 	case c.hidden%32 != 0 || c.feed%32 != 0:
-		return bad("embedding_length %d and feed_forward_length %d, want multiples of 32", c.hidden, c.feed)
+		return incompatible("embedding_length %d and feed_forward_length %d, want multiples of 32", c.hidden, c.feed)
 	case c.layerCount > 1<<12:
-		return bad("%d layers, supported are %d", c.layerCount, 1<<12)
+		return incompatible("%d layers, supported are %d", c.layerCount, 1<<12)
 	}
 	return nil
 }
@@ -301,16 +295,11 @@ func (b *builder) model() *llama {
 }
 
 func (b *builder) tensor(name string, rows, cols int) *gguf.Tensor {
-	if b.err != nil {
-		return nil
-	}
 	t, err := b.file.Tensor(name)
-	if err != nil {
-		b.err = err
-		return nil
+	if err == nil && (t.Rows() != rows || t.Cols() != cols) {
+		err = fmt.Errorf("tensor %q has shape %v, want [%d %d]: %w", name, t.Dims, cols, rows, gguf.ErrFormat)
 	}
-	if t.Rows() != rows || t.Cols() != cols {
-		b.err = fmt.Errorf("tensor %q has shape %v, want [%d %d]: %w", name, t.Dims, cols, rows, gguf.ErrFormat)
+	if b.err = cmp.Or(b.err, err); b.err != nil {
 		return nil
 	}
 	return t
@@ -347,10 +336,8 @@ func (b *builder) matrix(cols int, parts ...*gguf.Tensor) *kernel.Matrix {
 func (b *builder) angles() (cos, sin []float32) {
 	n := b.headDim
 	cos, sin = make([]float32, b.maxPositions*n), make([]float32, b.maxPositions*n)
-	b.compute.Run(b.maxPositions, 64, func(_, from, to int) {
-		for p := from; p < to; p++ {
-			kernel.Angles(row(cos, p, n), row(sin, p, n), p, b.ropeBase)
-		}
+	b.compute.Each(b.maxPositions, 64, func(_, p int) {
+		kernel.Angles(row(cos, p, n), row(sin, p, n), p, b.ropeBase)
 	})
 	return cos, sin
 }

@@ -27,11 +27,7 @@ func Tiny(seed uint64, o Options) (Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("tiny model: %w", err)
 	}
-	m, err := fromGGUF(f, o)
-	if err != nil {
-		return nil, fmt.Errorf("tiny model: %w", err)
-	}
-	return m, nil
+	return fromGGUF(f, o)
 }
 
 // tinyFile is the model as a GGUF file, so that it takes the same way in as any other.

@@ -151,7 +151,6 @@ func (d *distribution) restrict(p Params) (kept []candidate, total float64) {
 		small := (1 - p.TopP) * total / float64(len(d.logits))
 		kept = candidates(d.logits, len(d.logits), float32(d.top+d.temperature*math.Log(small)-0.01))
 	}
-	slices.SortFunc(kept, byLogit)
 	sum := 0.0
 	for i := range kept {
 		kept[i].weight = d.weight(kept[i].logit)
@@ -172,7 +171,7 @@ func (d *distribution) restrict(p Params) (kept []candidate, total float64) {
 	return kept, sum
 }
 
-// candidates lists the k likeliest tokens above floor, in any order.
+// candidates lists the k likeliest tokens above floor, likeliest first.
 func candidates(logits []float32, k int, floor float32) (kept []candidate) {
 	for id, v := range logits {
 		if !(v > floor) { // NaN, impossible, or an equal with a higher id
@@ -185,11 +184,8 @@ func candidates(logits []float32, k int, floor float32) (kept []candidate) {
 			floor = kept[k-1].logit
 		}
 	}
-	if len(kept) > k {
-		slices.SortFunc(kept, byLogit)
-		kept = kept[:k]
-	}
-	return kept
+	slices.SortFunc(kept, byLogit)
+	return kept[:min(k, len(kept))]
 }
 
 // draw is uniform in [0,1): two rounds of the splitmix64 finaliser over seed and position.

@@ -1,6 +1,7 @@
 package sample
 
 import (
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -19,13 +20,7 @@ type Stream struct {
 // NewStream reads a token's bytes through bytes (Tokenizer.Bytes). The text ends before the first
 // stop string to complete; empty stop strings are ignored.
 func NewStream(bytes func(token int32) []byte, stops []string) *Stream {
-	s := &Stream{bytes: bytes}
-	for _, stop := range stops {
-		if stop != "" {
-			s.stops = append(s.stops, stop)
-		}
-	}
-	return s
+	return &Stream{bytes: bytes, stops: slices.DeleteFunc(slices.Clone(stops), func(stop string) bool { return stop == "" })}
 }
 
 // Push adds a token and returns the text that became certain. After a stop string it returns true,

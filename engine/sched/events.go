@@ -11,8 +11,12 @@ import (
 // token after chunk i (ignored where none was wanted). It returns what the host must know now, nil
 // if nothing.
 func (s *Scheduler) Commit(sampled []int32) *connector.Step {
-	for i, c := range s.chunks {
+	for i := range s.chunks {
+		c := &s.chunks[i]
 		r := c.seq
+		if c.Early && !s.confirm(c) {
+			continue
+		}
 		r.computed += len(c.Tokens)
 		s.completed(r)
 		s.slide(r, r.computed-1) // the consumer of a Remote request computes the last token itself
@@ -131,40 +135,25 @@ func (s *Scheduler) Lost(step uint64, id connector.RequestID, load bool) {
 	if load {
 		key.kind = 'l'
 	}
-	h := s.lose(key)
-	if h == nil {
-		return
-	}
-	r := h.seq
+	h := s.over(key, s.pool.Lose)
 	switch {
-	case !load && h.stored: // nobody waits for it any more
+	case h == nil:
 	case !load:
-		r.saves--
-		s.settle(r)
-	case r.state != loading: // aborted meanwhile
+		s.stored(h)
+	case h.seq.state != loading: // aborted meanwhile
 	case s.cfg.FailLoads:
 		s.stats.FailedLoads++
-		s.end(r, connector.ReasonError, ErrLoadFailed)
+		s.end(h.seq, connector.ReasonError, ErrLoadFailed)
 	default:
 		s.stats.FailedLoads++
-		s.preempt(r)
-		r.barred, r.private = true, false
+		s.preempt(h.seq)
+		h.seq.barred, h.seq.private = true, false
 	}
 }
 
 // LostHold says that a hold is over whose blocks somebody may still use and always will: they stay held.
-func (s *Scheduler) LostHold(step uint64, id connector.RequestID) { s.lose(handle{'h', step, id}) }
-
-// lose ends a handover and leaves its claims on the blocks for good. It returns nil for one that is not open.
-func (s *Scheduler) lose(key handle) *handover {
-	h := s.handed[key]
-	if h != nil {
-		delete(s.handed, key)
-		for _, b := range h.blocks {
-			s.pool.Lose(b.ID)
-		}
-	}
-	return h
+func (s *Scheduler) LostHold(step uint64, id connector.RequestID) {
+	s.over(handle{'h', step, id}, s.pool.Lose)
 }
 
 // valid is how far a request can go on after a load of which some blocks failed: to where every
@@ -194,15 +183,17 @@ func (s *Scheduler) valid(h *handover, failed []connector.BlockID) int {
 
 // Saved says that a save is over.
 func (s *Scheduler) Saved(step uint64, id connector.RequestID) {
-	if h := s.taken(handle{'s', step, id}); h != nil && !h.stored {
-		h.seq.saves--
-		s.settle(h.seq)
-	}
+	s.stored(s.taken(handle{'s', step, id}))
 }
 
 // Stored says that all that a ticket promises of a save is stored: its blocks stay pinned until Saved.
 func (s *Scheduler) Stored(step uint64, id connector.RequestID) {
-	if h := s.handed[handle{'s', step, id}]; h != nil && !h.stored {
+	s.stored(s.handed[handle{'s', step, id}])
+}
+
+// stored says that nobody has to wait for a save any more, unless that was said before.
+func (s *Scheduler) stored(h *handover) {
+	if h != nil && !h.stored {
 		h.stored = true
 		h.seq.saves--
 		s.settle(h.seq)
@@ -229,13 +220,7 @@ func (s *Scheduler) Finished(step uint64, id connector.RequestID, held bool, tic
 
 // Released says that a hold is over.
 func (s *Scheduler) Released(step uint64, id connector.RequestID) {
-	key := handle{'h', step, id}
-	if h := s.handed[key]; h != nil {
-		delete(s.handed, key)
-		for _, b := range slices.Backward(h.blocks) {
-			s.pool.Unhold(b.ID)
-		}
-	}
+	s.over(handle{'h', step, id}, s.pool.Unhold)
 }
 
 // end ends a request: the host is told, its blocks are dropped, and the client is told too unless a
@@ -283,12 +268,15 @@ func (s *Scheduler) hand(kind byte, r *seq, h *handover) {
 }
 
 // taken ends a handover and drops its pins. It returns nil for one that is not open.
-func (s *Scheduler) taken(key handle) *handover {
+func (s *Scheduler) taken(key handle) *handover { return s.over(key, s.pool.Unpin) }
+
+// over ends a handover and changes its claim on the blocks. It returns nil for one that is not open.
+func (s *Scheduler) over(key handle, change func(connector.BlockID)) *handover {
 	h := s.handed[key]
 	if h != nil {
 		delete(s.handed, key)
 		for _, b := range slices.Backward(h.blocks) {
-			s.pool.Unpin(b.ID)
+			change(b.ID)
 		}
 	}
 	return h

@@ -69,13 +69,14 @@ type seq struct {
 	full     int // leading blocks that were complete already: found, loaded or reported as computed
 	handed   int // leading blocks that the step under way completes and that were handed over to be saved
 
-	asked   int                // Computed of the question that match answers, -1: none
-	match   connector.Match    // the connector's offer
-	barred  bool               // a load left nothing valid: asking again would end the same way
-	replace int                // tokens before this one were found damaged in the store
-	tail    connector.BlockKey // see Scheduler.Tail
-	private bool               // the load under way began before Forget: what it brings is not published
-	clean   int                // tokens behind these are not saved, published or handed over: nobody has verified what they depend on (rule TAINT-02)
+	asked    int                // Computed of the question that match answers, -1: none
+	match    connector.Match    // the connector's offer
+	barred   bool               // a load left nothing valid: asking again would end the same way
+	replace  int                // tokens before this one were found damaged in the store
+	tail     connector.BlockKey // see Scheduler.Tail
+	arriving *handover          // the load under way, if the request can be computed while it lasts
+	private  bool               // the load under way began before Forget: what it brings is not published
+	clean    int                // tokens behind these are not saved, published or handed over: nobody has verified what they depend on (rule TAINT-02)
 
 	local, external int
 
@@ -97,12 +98,17 @@ func (r *seq) extendKeys(blockTokens int) {
 		return
 	}
 	for n := len(r.Keys); (n+1)*blockTokens <= len(r.tokens); n++ {
-		parent := r.Space.Root()
-		if n > 0 {
-			parent = r.Keys[n-1]
-		}
-		r.Keys = append(r.Keys, r.Space.Next(parent, r.tokens[n*blockTokens:(n+1)*blockTokens]))
+		r.Keys = append(r.Keys, r.address(n, r.tokens[n*blockTokens:(n+1)*blockTokens]))
 	}
+}
+
+// address is the content address of a block that holds some tokens behind the blocks before it.
+func (r *seq) address(block int, tokens []int32) connector.BlockKey {
+	parent := r.Space.Root()
+	if block > 0 {
+		parent = r.Keys[block-1]
+	}
+	return r.Space.Next(parent, tokens)
 }
 
 // tailOf is the content address of the block that holds the last of some leading tokens, if they fill it in
@@ -112,11 +118,7 @@ func (r *seq) tailOf(tokens, held, blockTokens int) connector.BlockKey {
 	if r.Space == nil || tokens%blockTokens == 0 || block > len(r.Keys) {
 		return connector.BlockKey{}
 	}
-	parent := r.Space.Root()
-	if block > 0 {
-		parent = r.Keys[block-1]
-	}
-	return r.Space.Next(parent, r.tokens[block*blockTokens:min(held, (block+1)*blockTokens)])
+	return r.address(block, r.tokens[block*blockTokens:min(held, (block+1)*blockTokens)])
 }
 
 // Tail is the content address of the partial last block of what a request began to load last, or, once it has

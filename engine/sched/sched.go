@@ -5,7 +5,7 @@
 // The engine's loop feeds it and carries out what it decides:
 //
 //	for {
-//		Add, Abort, Loaded, Saved, Stored, Finished, Released, Lost, LostHold, Answered   what happened meanwhile
+//		Add, Abort, Arriving, Loaded, Saved, Stored, Finished, Released, Lost, LostHold, Answered   what happened meanwhile
 //		Questions -> ask the connector -> Answer
 //		Schedule  -> step for the host, chunks for the model
 //		Commit    <- sampled tokens; -> step for the host
@@ -56,6 +56,7 @@ type Stats struct {
 	Preemptions  int
 	Loads        int // admissions with a load
 	FailedLoads  int // loads of which at least one block failed
+	Overlapped   int // chunks that were computed while their request's load was under way
 	LoadedTokens int // prompt or recomputed tokens that arrived valid
 }
 

@@ -14,6 +14,7 @@ type Chunk struct {
 	Start   int                   // position of the first
 	Blocks  [][]connector.BlockID // by group; -1 where a block is not needed any more
 	Sample  bool                  // the token after the last one is wanted
+	Early   bool                  // the KV before it is still being loaded, layer by layer
 
 	seq *seq
 }
@@ -34,22 +35,33 @@ func (s *Scheduler) Schedule() ([]Chunk, *connector.Step) {
 			budget -= s.plan(r, budget)
 		}
 	}
-	s.admit(budget)
+	s.overlap(s.admit(budget))
 	return s.chunks, s.takeStep()
 }
 
 // plan adds as much of a request to the step as budget allows and returns how much that is.
 func (s *Scheduler) plan(r *seq, budget int) int {
-	n := min(r.todo(), budget)
-	s.chunks = append(s.chunks, Chunk{
-		Request: r.ID, Tokens: r.tokens[r.computed : r.computed+n], Start: r.computed,
-		Blocks: r.table, Sample: n == r.todo(), seq: r,
-	})
+	n := s.chunk(r, r.computed, budget, false)
 	if full := (r.computed + n) / s.cfg.BlockTokens; s.cfg.LayerWise && s.saves(r, full) {
 		s.step.Computing = append(s.step.Computing, s.save(r, full))
 		r.handed = full
 	}
 	return n
+}
+
+// chunk adds a request's tokens from a position on to the step, as many as budget allows, and returns how many.
+func (s *Scheduler) chunk(r *seq, from, budget int, early bool) int {
+	end := min(len(r.tokens), from+budget)
+	s.chunks = append(s.chunks, Chunk{
+		Request: r.ID, Tokens: r.tokens[from:end], Start: from, Blocks: r.table, Sample: end == len(r.tokens), Early: early, seq: r,
+	})
+	return end - from
+}
+
+// join puts a request that has its blocks into the batch.
+func (s *Scheduler) join(r *seq) {
+	s.queue, s.running = remove(s.queue, r), insert(s.running, r)
+	r.state = running
 }
 
 // grow gives a running request the block its next token needs. It preempts newer requests for it,
@@ -98,8 +110,9 @@ func (s *Scheduler) preempt(r *seq) {
 
 // admit brings queued requests into the batch, in order of arrival, while there are places, blocks
 // and tokens left. A request that must be asked about first, or whose answer was Later, is passed
-// over; one that does not fit keeps those behind it waiting, so that it gets its turn. A cache query needs no place.
-func (s *Scheduler) admit(budget int) {
+// over; one that does not fit keeps those behind it waiting, so that it gets its turn. A cache query needs no place. It
+// returns what is left of the budget.
+func (s *Scheduler) admit(budget int) (left int) {
 	full := s.slots() == 0
 	for _, r := range slices.Clone(s.queue) {
 		switch {
@@ -123,11 +136,11 @@ func (s *Scheduler) admit(budget int) {
 			full = s.slots() == 0
 			continue
 		}
-		s.queue, s.running = remove(s.queue, r), insert(s.running, r)
-		r.state = running
+		s.join(r)
 		budget -= s.plan(r, budget)
 		full = full || s.slots() == 0
 	}
+	return budget
 }
 
 // tell ends a cache query, unless the connector has yet to answer: it says what a request would get now. It has blocks
@@ -206,7 +219,7 @@ func (s *Scheduler) load(r *seq, to, held int) {
 	r.tail = r.tailOf(to, held, s.cfg.BlockTokens)
 	s.step.Admitted = append(s.step.Admitted, connector.Transfer{Request: r.ID, From: from, Tokens: to - from, Blocks: blocks, Tenant: r.Space.Tenant()})
 	s.stats.Loads++
-	r.state = loading
+	r.state, r.arriving = loading, nil
 }
 
 // missing is the number of blocks a request lacks for the tokens it has, as many in each group.

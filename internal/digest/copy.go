@@ -54,7 +54,7 @@ func (h *Hasher) CopyIn(kv *connector.KV, b connector.Block, from Slot, stores m
 		return err
 	}
 	copy(p.stored, from.view(p.digests)) // before anything of it is believed
-	return p.check(h)
+	return p.check(h, p.segments)
 }
 
 // fits says whether some of the block's segments, and its digests, are as long in a slot as in the cache. Errors wrap ErrIncompatible.

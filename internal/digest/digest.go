@@ -206,16 +206,25 @@ func (h *Hasher) Check(kv *connector.KV, b connector.Block) error {
 	if err != nil {
 		return err
 	}
-	return p.check(h)
+	return p.check(h, p.segments)
 }
 
-func (p *place) check(h *Hasher) error {
+// CheckSegments is Check of some of a block's segments; all of its digests must be there.
+func (h *Hasher) CheckSegments(kv *connector.KV, b connector.Block, segments []int) error {
+	p, err := placeOf(kv, b)
+	if err != nil {
+		return err
+	}
+	return p.check(h, segments)
+}
+
+func (p *place) check(h *Hasher, segments []int) error {
 	b := &p.block
 	m, err := h.believed(header(p.stored[:headerSize]))
 	if err != nil {
 		return fmt.Errorf("block %d of group %d: %w", b.ID, b.Group, err)
 	}
-	return p.each(&m, p.segments, func(sum [Size]byte, stored []byte, layer int) error {
+	return p.each(&m, segments, func(sum [Size]byte, stored []byte, layer int) error {
 		if subtle.ConstantTimeCompare(sum[:], stored) == 0 {
 			return fmt.Errorf("block %d of group %d, layer %d: digest differs: %w", b.ID, b.Group, layer, connector.ErrCorrupt)
 		}

@@ -308,3 +308,18 @@ func itoa(n int) string {
 	}
 	return map[int]string{4 << 10: "4K", 48 << 10: "48K"}[n]
 }
+
+// CheckSegments looks at the segments that it is asked about, and at no others.
+func TestCheckSegments(t *testing.T) {
+	for name, h := range hashers() {
+		kv, b := cache(t, 31), block(1, 0)
+		require.NoError(t, h.Make(kv, b))
+		segments := kv.Segments(b.Group)
+		kv.View(segments[1], b.ID)[0] ^= 1
+		require.NoError(t, h.CheckSegments(kv, b, segments[:1]), name)
+		require.NoError(t, h.CheckSegments(kv, b, nil), name)
+		require.ErrorIs(t, h.CheckSegments(kv, b, segments[1:2]), connector.ErrCorrupt, name)
+		require.ErrorIs(t, h.CheckSegments(kv, b, segments), connector.ErrCorrupt, name)
+		require.ErrorIs(t, h.CheckSegments(kv, connector.Block{ID: 1}, segments), connector.ErrIncompatible, name)
+	}
+}

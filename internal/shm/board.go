@@ -13,8 +13,9 @@ import (
 )
 
 // A board is shared memory in which one process says how far several things have come, and another
-// waits for it: counters, and a bell that is rung after each change. Only the process that made it
-// writes counters; nothing in it is ever read back by that process.
+// waits for it: counters, and a bell that is rung after each change. Only the process that made it hands
+// counters out. Either end may count with one, as both have agreed. The process that made the board reads
+// back only the counters that the other one counts with, and believes nothing else of them.
 
 // BoardSlots is how many counters a board has.
 const BoardSlots = 1024
@@ -53,6 +54,9 @@ type Board struct {
 	closed bool
 	last   uint32
 	free   []int
+	view   *BoardView
+	waits  sync.WaitGroup
+	quit   chan struct{} // closed with the board
 }
 
 // NewBoard makes a board.
@@ -61,7 +65,11 @@ func NewBoard() (*Board, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Board{region: region}
+	view, err := ViewBoard(region.Bytes())
+	if err != nil {
+		return nil, errors.Join(err, region.Close())
+	}
+	b := &Board{region: region, view: view, quit: make(chan struct{})}
 	for slot := range BoardSlots {
 		b.free = append(b.free, BoardSlots-1-slot)
 	}
@@ -110,6 +118,32 @@ func (c *Counter) Set(n uint32) {
 	}
 }
 
+// Wait waits until the other process has set the counter above seen and gives its count. ErrNotMine: the counter
+// holds something else, or the board is closed. Otherwise the error is that of ctx.
+func (c *Counter) Wait(ctx context.Context, seen uint32) (uint32, error) {
+	b := c.board
+	b.mu.Lock()
+	if b.closed {
+		b.mu.Unlock()
+		return 0, ErrNotMine
+	}
+	b.waits.Add(1)
+	b.mu.Unlock()
+	defer b.waits.Done()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	over := make(chan struct{})
+	defer close(over)
+	go func() {
+		select {
+		case <-b.quit:
+			cancel()
+		case <-over:
+		}
+	}()
+	return b.view.Wait(ctx, c.Slot, c.Call, seen)
+}
+
 // Give gives the counter back. It is not to be used any more.
 func (c *Counter) Give() {
 	c.board.mu.Lock()
@@ -128,10 +162,13 @@ func (b *Board) Close() error {
 		return nil
 	}
 	b.closed = true
+	close(b.quit)
+	b.waits.Wait()
+	b.view.Close()
 	return b.region.Close()
 }
 
-// BoardView is the end of a board that waits. However many wait, one thread does so in the kernel,
+// BoardView is the end of a board that gets counters. However many wait, one thread does so in the kernel,
 // and only while somebody waits.
 type BoardView struct {
 	mem []byte
@@ -173,6 +210,24 @@ func (v *BoardView) Wait(ctx context.Context, slot int, call, seen uint32) (uint
 		case <-changed:
 		case <-ctx.Done():
 			return 0, ctx.Err()
+		}
+	}
+}
+
+// Set changes the count of a counter that belongs to call; it does nothing if the counter is another's. It never blocks.
+func (v *BoardView) Set(slot int, call, n uint32) {
+	if slot < 0 || slot >= BoardSlots || call == 0 {
+		return
+	}
+	at := counterOf(v.mem, slot)
+	for {
+		old := atomic.LoadUint64(at)
+		if uint32(old>>32) != call {
+			return
+		}
+		if atomic.CompareAndSwapUint64(at, old, uint64(call)<<32|uint64(n)) {
+			ring(v.mem)
+			return
 		}
 	}
 }

@@ -121,3 +121,32 @@ func TestBoardWaitEnds(t *testing.T) {
 	_, ok := b.Take()
 	require.False(t, ok)
 }
+
+// The other process counts with a counter that it was given, and with no other.
+func TestBoardCountsBack(t *testing.T) {
+	b, v := openBoard(t)
+	c, _ := b.Take()
+	go func() {
+		v.Set(c.Slot, c.Call+1, 9)
+		v.Set(-1, c.Call, 9)
+		v.Set(BoardSlots, c.Call, 9)
+		v.Set(c.Slot, 0, 9)
+		v.Set(c.Slot, c.Call, 3)
+	}()
+	n, err := c.Wait(t.Context(), 0)
+	require.NoError(t, err)
+	require.EqualValues(t, 3, n)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	_, err = c.Wait(ctx, 3)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := c.Wait(t.Context(), 3)
+		waiting <- err
+	}()
+	require.NoError(t, b.Close())
+	require.Error(t, <-waiting)
+	_, err = c.Wait(t.Context(), 3)
+	require.ErrorIs(t, err, ErrNotMine)
+}

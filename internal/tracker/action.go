@@ -66,6 +66,8 @@ type (
 		Computing bool
 		Layers    int
 		GivenUp   bool
+		// Overlap says that the engine may use layers of the load before it is over: Verified reports each.
+		Overlap bool
 	}
 	// Advance says that more layers are final of what a call with Computing saves, or that no more will be.
 	Advance struct {
@@ -128,7 +130,8 @@ const (
 	Finished
 	Released
 	Answered
-	Stored // before Saved, sometimes: all that a ticket promises of the save is stored, its blocks stay pinned
+	Stored   // before Saved, sometimes: all that a ticket promises of the save is stored, its blocks stay pinned
+	Arriving // before Loaded, sometimes: the first layers of what is loaded are verified, see Layers
 )
 
 // Why a hold was released.
@@ -160,6 +163,7 @@ type Event struct {
 	Ticket     *Ticket        // Finished: for the consumer, nil: there is nothing to promise
 	Reason     string         // Released: why
 	Took       time.Duration  // Loaded, Saved: since the step
+	Layers     int            // Arriving: how many layers of all blocks are verified on every rank
 }
 
 // Outcome is how a call of the worker side ended.

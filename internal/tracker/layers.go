@@ -72,3 +72,31 @@ func (b *Tracker) cancelLate(o *op) {
 		}
 	}
 }
+
+// overlaps says that the engine may begin with the first layers of a load: they can be verified one by one, in
+// the cache itself, and the whole load is one attempt on each rank.
+func (b *Tracker) overlaps(c *call, check []connector.Block) bool {
+	o := c.op
+	return b.cfg.Overlap && o.kind == Load && o.source == nil && b.landing == nil && check != nil && !o.canceled
+}
+
+// Verified says that n layers of all that a call with Overlap loads have arrived and are right. The engine is told about a
+// layer when every call has it. From then on the load is not tried again, since that would write the blocks while they
+// are read: it ends well or it fails.
+func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
+	c := b.calls[id]
+	if c == nil || !b.cfg.Overlap || c.op.kind != Load || c.op.canceled || c.op.planning {
+		return nil
+	}
+	o := c.op
+	c.layers = max(c.layers, min(n, b.cfg.Layers))
+	all := b.cfg.Layers
+	for _, c := range o.calls {
+		all = min(all, c.layers)
+	}
+	if all > o.arrived && len(o.failed) == 0 {
+		o.arrived = all
+		b.emit(Tell{Event{Kind: Arriving, Request: o.t.Request, Step: o.step, Layers: all}})
+	}
+	return b.take()
+}

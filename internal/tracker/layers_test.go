@@ -97,3 +97,75 @@ func (w *world) save(s *connector.Step, t connector.Transfer) {
 		s.Computed = append(s.Computed, t)
 	}
 }
+
+// overlapped is a Tracker of an engine that uses layers of loads as they come.
+func overlapped(t *testing.T, ranks int) *bench {
+	return newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap = ranks, 2, true })
+}
+
+// Rule OVERLAP-03: the engine is told about a layer when it is verified on every rank, and of none once a block has failed.
+func TestVerifiedOnEveryRank(t *testing.T) {
+	b := overlapped(t, 2)
+	b.start(Load, 2)
+	moves := all[Move](b)
+	require.Len(t, moves, 2)
+	require.True(t, moves[0].Overlap)
+	b.got(b.Verified(b.now, moves[0].ID, 2))
+	b.quiet()
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	e := b.event()
+	require.Equal(t, Arriving, e.Kind)
+	require.Equal(t, 1, e.Layers)
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	b.quiet()
+	b.done(moves[0], Outcome{Corrupt: []connector.BlockID{1}})
+	b.got(b.Verified(b.now, moves[1].ID, 2))
+	b.quiet()
+	b.done(moves[1], Outcome{})
+	e = b.event()
+	require.Equal(t, Loaded, e.Kind)
+	require.Equal(t, []connector.BlockID{1}, e.Failed)
+	b.got(b.Verified(b.now, moves[1].ID, 2))
+	b.quiet()
+}
+
+// Rule OVERLAP-03: what the engine may be reading is not loaded again, neither after ErrBusy nor by the next process.
+func TestOverlapIsOneAttempt(t *testing.T) {
+	for name, end := range map[string]func(b *bench, m Move){
+		"busy": func(b *bench, m Move) { b.done(m, Outcome{Err: connector.ErrBusy}) },
+		"death": func(b *bench, _ Move) {
+			b.got(b.Reaped(b.now, 1))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := overlapped(t, 1)
+			b.start(Load, 1)
+			m := one[Move](b)
+			b.got(b.Verified(b.now, m.ID, 1))
+			require.Equal(t, Arriving, b.event().Kind)
+			end(b, m)
+			require.Len(t, b.event().Failed, 1)
+			require.True(t, b.Idle())
+
+			b = overlapped(t, 1)
+			b.start(Load, 1)
+			end(b, one[Move](b))
+			require.Empty(t, all[Tell](b), "nobody has used a layer: it is tried again")
+			require.False(t, b.Idle())
+		})
+	}
+}
+
+// Where a load is not verified in the cache, block by block and in one attempt, nothing is used before its end.
+func TestOverlapIsForVerifiedLoads(t *testing.T) {
+	for name, change := range map[string]func(*Config){
+		"off": func(c *Config) { c.Overlap = false }, "lossy": func(c *Config) { c.Lossy = true }, "staged": func(c *Config) { c.Slots = 8 },
+	} {
+		b := newBench(t, func(c *Config) {
+			c.Ranks, c.Layers, c.Overlap = 1, 2, true
+			change(c)
+		})
+		b.start(Load, 1)
+		require.False(t, one[Move](b).Overlap, name)
+	}
+}

@@ -46,6 +46,8 @@ type Config struct {
 	Quarantine bool
 	Slots      int // of landing memory on each rank; 0: calls touch the cache itself
 	Layers     int // of the cache
+	// Overlap says that the connector loads layer by layer, and that the engine begins with the first layers.
+	Overlap bool
 
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too

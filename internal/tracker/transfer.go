@@ -55,6 +55,7 @@ type op struct {
 	layers   int                // of those blocks that are final
 	givenUp  bool               // no more will be
 	computed bool               // its step is over
+	arrived  int                // layers of a load that the engine may use before its end
 	tail     connector.BlockKey // loads: of the partial last block, at its producer
 	source   *Source            // the engine of another shape from which the ticket comes; nil: it is of ours
 	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
@@ -82,6 +83,7 @@ type call struct {
 	slots   []connector.BlockID // of landing memory, while it may touch them
 	waiting bool                // in line for slots
 	stored  bool                // all that a ticket promises of it is
+	layers  int                 // loads: how many are verified
 }
 
 // Step takes what the engine decided, with the tails of the step's Admitted and Ended. The Tracker owns s from
@@ -226,7 +228,7 @@ func (b *Tracker) startReady(o *op) {
 }
 
 func (b *Tracker) start(c *call) {
-	c.state, c.id, c.gen = running, CallID(b.id()), b.gen
+	c.state, c.id, c.gen, c.layers = running, CallID(b.id()), b.gen, 0
 	b.calls[c.id] = c
 	if c.op.kind == Load && c.op.req.turn {
 		c.op.req.denied = true // it serves one load: if the request is preempted, it computes
@@ -245,6 +247,7 @@ func (b *Tracker) start(c *call) {
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
 		Check: b.check(c), Source: c.op.source, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
 	}
+	m.Overlap = b.overlaps(c, m.Check)
 	if c.op.source != nil {
 		m.Window, m.Slots = int(c.slots[0]), nil
 	}
@@ -266,7 +269,7 @@ func (b *Tracker) Moved(now time.Time, id CallID, out Outcome) []Action {
 	o := c.op
 	b.vacate(c)
 	retryAt := now.Add(min(max(2*c.wait, b.cfg.BackoffMin), b.cfg.BackoffMax))
-	if errors.Is(out.Err, connector.ErrBusy) && !o.canceled && !b.closed && b.state != broken && retryAt.Before(o.deadline) {
+	if errors.Is(out.Err, connector.ErrBusy) && o.arrived == 0 && !o.canceled && !b.closed && b.state != broken && retryAt.Before(o.deadline) {
 		c.state, c.wait, c.retryAt = backoff, retryAt.Sub(now), retryAt
 		b.wakes.at(retryAt)
 		b.startQueued()
@@ -327,7 +330,7 @@ func (b *Tracker) opReaped(now time.Time, o *op, gen uint64) {
 	if !slices.ContainsFunc(o.calls, func(c *call) bool { return c.stuck(gen) }) {
 		return
 	}
-	given := o.guilty || o.retried || o.canceled || b.closed || b.state == broken || !now.Before(o.deadline)
+	given := o.guilty || o.retried || o.arrived > 0 || o.canceled || b.closed || b.state == broken || !now.Before(o.deadline)
 	o.retried = true
 	for _, c := range o.calls {
 		if !c.stuck(gen) {

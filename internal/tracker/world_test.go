@@ -185,6 +185,8 @@ func (w *world) tell(e *Event) {
 	w.events++
 	k := key{e.Kind, e.Request, e.Step}
 	switch e.Kind {
+	case Arriving:
+		return
 	case Answered:
 		require.True(w.t, w.later[e.Request], "nobody waits for %q", e.Request)
 		require.False(w.t, w.ended[e.Request])

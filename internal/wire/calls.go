@@ -389,6 +389,27 @@ func SaveLayersFromProto(m *kvportv1.SaveLayers) (*SaveLayers, error) {
 	return &SaveLayers{Transfer: &t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
 }
 
+// LoadLayers is a load with a counter, as in SaveLayers.
+type LoadLayers struct {
+	Transfer *connector.Transfer
+	Slot     int
+	Call     uint32 // never 0
+}
+
+// LoadLayersToProto converts a LoadLayers.
+func LoadLayersToProto(l *LoadLayers) *kvportv1.LoadLayers {
+	return &kvportv1.LoadLayers{Transfer: TransferToProto(l.Transfer), Slot: count(l.Slot), Call: l.Call}
+}
+
+// LoadLayersFromProto converts a LoadLayers.
+func LoadLayersFromProto(m *kvportv1.LoadLayers) (*LoadLayers, error) {
+	if m.GetCall() == 0 || m.GetSlot() >= MaxCounters {
+		return nil, malformed("counter %d of call %d, there are %d", m.GetSlot(), m.GetCall(), MaxCounters)
+	}
+	t, err := TransferFromProto(m.GetTransfer())
+	return &LoadLayers{Transfer: &t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
+}
+
 func statInfoToProto(s *connector.StatInfo) *kvportv1.StatInfo {
 	return &kvportv1.StatInfo{Name: s.Name, Help: s.Help, Kind: kvportv1.StatKind(s.Kind), Labels: s.Labels}
 }

@@ -241,7 +241,10 @@ func (p *proc) doMove(m *move, n int, d *rng, f Fault) {
 		p.read(m, &m.reads[m.done], d, f)
 		m.done++
 	}
-	for ; n > 0 && m.Source == nil && m.done < len(blocks); n-- {
+	if m.byLayer && !p.doLayers(m, n, d, f) {
+		return
+	}
+	for ; n > 0 && m.Source == nil && !m.byLayer && m.done < len(blocks); n-- {
 		if !p.touch(m, blocks[m.done], m.done, d, f) {
 			return
 		}
@@ -256,6 +259,9 @@ func (p *proc) doMove(m *move, n int, d *rng, f Fault) {
 func (m *move) items() int {
 	if m.Source != nil {
 		return len(m.reads)
+	}
+	if m.byLayer {
+		return layers * len(m.Transfer.Blocks)
 	}
 	return len(m.Transfer.Blocks)
 }
@@ -272,6 +278,7 @@ func (p *proc) beginMove(m *move, d *rng, f Fault) {
 		}
 		p.h.copyOut(m)
 	}
+	p.beginLayers(m)
 	if o := &p.h.w.opt; f == faultScribble || m.Kind == tracker.Save && m.Slots != nil && o.Rough > 0 && !p.h.w.quiet && d.n(3) == 1 {
 		p.scribbleOn(m.Rank, m.Slots, d)
 	}
@@ -333,17 +340,25 @@ func (m *move) end(err error, p *proc) {
 	}
 }
 
-// touch reads or writes one block of a transfer. This is what pins are for.
-func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
-	h := p.h
-	if m.grant == nil || !m.grant.open {
+// mayTouch verifies that the blocks of a transfer are pinned.
+func (p *proc) mayTouch(m *move, b connector.Block) bool {
+	open := m.grant != nil && m.grant.open
+	if !open {
 		what := "writes"
 		if m.Kind == tracker.Save {
 			what = "reads"
 		}
-		h.w.fail('c', "%s: the plugin %s block %d for a %s of %s, which is over for the engine", h.e.name, what, b.ID, m.Kind, m.Transfer.Request)
+		p.h.w.fail('c', "%s: the plugin %s block %d for a %s of %s, which is over for the engine", p.h.e.name, what, b.ID, m.Kind, m.Transfer.Request)
+	}
+	return open
+}
+
+// touch reads or writes one block of a transfer. This is what pins are for.
+func (p *proc) touch(m *move, b connector.Block, i int, d *rng, f Fault) bool {
+	if !p.mayTouch(m, b) {
 		return false
 	}
+	h := p.h
 	c := h.seen(m, i)
 	if m.Kind == tracker.Save {
 		p.save(m, b, c, d, f)

@@ -10,7 +10,7 @@ import (
 
 // eventName says what an event is about.
 func eventName(k tracker.EventKind) string {
-	return [...]string{"", "loaded", "saved", "finished", "released", "answered", "stored"}[k]
+	return [...]string{"", "loaded", "saved", "finished", "released", "answered", "stored", "arriving"}[k]
 }
 
 func describeEvent(e *tracker.Event) string {
@@ -20,6 +20,8 @@ func describeEvent(e *tracker.Event) string {
 		return s + ": " + e.Reason
 	case len(e.Failed) > 0:
 		return fmt.Sprintf("%s: blocks %v failed: %v", s, e.Failed, e.Err)
+	case e.Kind == tracker.Arriving:
+		return fmt.Sprintf("%s: %d layers", s, e.Layers)
 	case e.Held:
 		return fmt.Sprintf("%s: held for %v", s, e.Hold.TTL)
 	}

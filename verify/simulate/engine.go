@@ -23,15 +23,17 @@ type engine struct {
 	empty uint16 // the generation that began with the last successful reset
 	role  connector.Role
 
-	pool    *kvcache.Pool
-	sched   *sched.Scheduler
-	mem     [][]cell         // by rank and block
-	landing [][]cell         // by rank and slot, at trust level staged
-	sources [windows][]*cell // memory for source blocks
-	host    *host            // nil without a connector
-	streams map[connector.RequestID]*stream
-	askAt   time.Time // when requests told Later are asked about again at the latest; zero: not waiting
-	old     []connector.RequestID
+	pool     *kvcache.Pool
+	sched    *sched.Scheduler
+	mem      [][]cell         // by rank and block
+	landing  [][]cell         // by rank and slot, at trust level staged
+	sources  [windows][]*cell // memory for source blocks
+	host     *host            // nil without a connector
+	streams  map[connector.RequestID]*stream
+	early    map[connector.RequestID]*early   // of the step that is being computed
+	arriving map[connector.RequestID]*arrival // of loads that the engine has heard of
+	askAt    time.Time                        // when requests told Later are asked about again at the latest; zero: not waiting
+	old      []connector.RequestID
 
 	lurks bool    // somebody resets it as soon as the first blocks of a prompt are being saved
 	again *client // whose prompt comes again after that
@@ -68,6 +70,7 @@ func (e *engine) start() {
 	e.landing = newMemory(o.Ranks, o.Slots, e.size)
 	e.sources = [windows][]*cell{}
 	e.streams = map[connector.RequestID]*stream{}
+	e.early, e.arriving = nil, map[connector.RequestID]*arrival{}
 	if e.role != 0 {
 		e.host = newHost(e)
 	}
@@ -127,6 +130,7 @@ func (e *engine) abort(id connector.RequestID) {
 // the plugin answers while the loop waits for it. It reports whether anything was computed.
 func (e *engine) turn(events, fast int) bool {
 	if e.host != nil {
+		e.host.glance()
 		e.host.deliver(events)
 	}
 	e.finishReset()
@@ -135,6 +139,7 @@ func (e *engine) turn(events, fast int) bool {
 		e.sched.Answer(q.Query.Request, q.Query.Computed, e.host.match(q.Query, q.Ticket, fast >= 0))
 	}
 	chunks, st := e.sched.Schedule()
+	slow := e.w.opt.Overlap && st != nil && len(st.Admitted) > 0 // the loop goes round again before these loads have ended
 	e.tell(st)
 	if len(chunks) > 0 {
 		e.meanwhile(st)
@@ -146,7 +151,7 @@ func (e *engine) turn(events, fast int) bool {
 		e.output(out)
 	}
 	e.wait(len(chunks) > 0)
-	return len(chunks) > 0
+	return slow && e.turn(events, fast) || len(chunks) > 0
 }
 
 // wait sees to it that requests told Later are asked about again.
@@ -178,25 +183,35 @@ func (e *engine) tell(st *connector.Step) {
 // compute is the model: it reads the KV of everything a chunk attends to and writes that of its
 // tokens. Here is where wrong KV would become a wrong token.
 func (e *engine) compute(chunks []sched.Chunk) *connector.Step {
-	sample := make([]int32, len(chunks))
+	if e.host != nil {
+		chunks = e.overlapped(chunks)
+	}
+	last := make([]uint64, len(chunks))
 	for i, c := range chunks {
 		st := e.streams[c.Request]
 		if st == nil {
 			e.w.fail('g', "%s computes %s, which it does not serve", e.name, c.Request)
 			return nil
 		}
-		last := e.forward(st, &c)
-		if !c.Sample {
+		last[i] = e.forward(st, &c)
+	}
+	if e.host != nil {
+		e.awaitLoads()
+	}
+	sample := make([]int32, len(chunks))
+	for i, c := range chunks {
+		if !c.Sample || c.Early && !e.early[c.Request].well {
 			continue
 		}
-		sample[i] = sampled(last)
+		st := e.streams[c.Request]
+		sample[i] = sampled(last[i])
 		st.tokens = append(st.tokens, sample[i])
 		st.prefix = prefixes(st.prefix, st.tokens)
 	}
 	if e.w.tracing() {
 		e.w.say("%s computes %s", e.name, describeChunks(chunks))
 	}
-	return e.sched.Commit(sample)
+	return e.commit(sample)
 }
 
 func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
@@ -207,12 +222,14 @@ func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
 	for rank := range e.mem {
 		for g, table := range c.Blocks {
 			for at := e.w.opt.first(g, c.Start, bt) * bt; at < end; at++ {
-				slot := &e.mem[rank][table[at/bt]].tags[at%bt]
+				b := &e.mem[rank][table[at/bt]]
+				slot := &b.tags[at%bt]
 				want := kvOf(st.prefix[at], g, rank)
 				switch {
 				case at >= c.Start:
-					*slot = tag{want, e.life, e.gen, tainted}
-				case slot.kv != want:
+					*slot, b.short = tag{e.garbled(c, want), e.life, e.gen, tainted}, 0
+				case c.Early: // see readLayer
+				case slot.kv != want || b.short > 0:
 					e.w.fail('b', "%s: %s attends to block %d at position %d, rank %d, group %d: it holds the KV of another prefix, or none",
 						e.name, st.id, table[at/bt], at, rank, g)
 					return 0
@@ -224,7 +241,7 @@ func (e *engine) forward(st *stream, c *sched.Chunk) uint64 {
 			}
 		}
 	}
-	return st.prefix[end-1]
+	return e.garbled(c, st.prefix[end-1])
 }
 
 // output passes a request's news on to the router.
@@ -279,6 +296,9 @@ func describeChunks(chunks []sched.Chunk) string {
 	parts := make([]string, len(chunks))
 	for i, c := range chunks {
 		parts[i] = fmt.Sprintf("%s[%d:%d]", c.Request, c.Start, c.Start+len(c.Tokens))
+		if c.Early {
+			parts[i] += " during its load"
+		}
 	}
 	return strings.Join(parts, ", ")
 }

@@ -32,7 +32,7 @@ func (h *host) noteForeign(m *move) {
 		case c.foreign:
 			h.w.stats.Foreign++
 			g.foreign = append(g.foreign, b.ID)
-		case c.sum != c.digest(b, m.Rank):
+		case c.short > 0 || c.sum != c.digest(b, m.Rank):
 			g.damaged = true
 		}
 	}

@@ -27,6 +27,8 @@ type host struct {
 	queue   []report       // what the engine has not taken yet
 	reset   tracker.CallID // under way; 0: none
 
+	arriving map[obligation]*arrival // loads whose layers are verified one by one
+
 	turns   map[connector.RequestID]*turnUse // of requests that came with the ticket of an earlier turn
 	due     map[obligation]*grant            // what the engine must still be told
 	open    []*grant                         // whose end the engine has not taken yet
@@ -72,12 +74,14 @@ type report struct {
 	tracker.Event
 	ticket []byte
 	grant  *grant
+
+	arrival *arrival // of Arriving
 }
 
 func newHost(e *engine) *host {
 	o := &e.w.opt
 	h := &host{
-		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{}, unread: map[connector.BlockKey]int{}, offers: newOffers(),
+		w: e.w, e: e, role: e.role, can: o.capabilities(), later: map[connector.RequestID]bool{}, unread: map[connector.BlockKey]int{}, offers: newOffers(), arriving: map[obligation]*arrival{},
 		guard: ticket.NewGuard(connector.Fingerprint{}, e.shape()), due: map[obligation]*grant{}, turns: map[connector.RequestID]*turnUse{}, holds: map[obligation]*lease{},
 		rng:     rng(o.Seed<<8 ^ uint64(e.life)),
 		breaker: newBreaker(),
@@ -310,6 +314,9 @@ func (h *host) emit(ev *tracker.Event) {
 	key := obligation{ev.Kind, ev.Request, ev.Step}
 	switch ev.Kind {
 	case tracker.Answered:
+	case tracker.Arriving:
+		h.arrives(ev)
+		return
 	case tracker.Stored:
 		key.kind = tracker.Saved
 		if r.grant = h.due[key]; r.grant == nil {
@@ -331,6 +338,9 @@ func (h *host) emit(ev *tracker.Event) {
 			return
 		}
 		delete(h.due, key)
+		if ev.Kind == tracker.Loaded {
+			h.endArriving(ev)
+		}
 		h.checkWeak(r.grant, ev)
 		h.checkTaint(r.grant, ev)
 		h.checkForeign(r.grant, ev)
@@ -422,6 +432,7 @@ func (h *host) give(r *report) {
 		if h.w.is(FailedUntold) {
 			failed = nil
 		}
+		h.e.loadEnded(r.Request, len(failed) == 0)
 		s.Loaded(r.Step, r.Request, failed, isCorrupt(r.Err), h.unverified(r))
 		h.forgetTaint(r)
 		if h.w.is(RetryForever) && len(r.Failed) > 0 {
@@ -440,6 +451,9 @@ func (h *host) give(r *report) {
 		s.Released(r.Step, r.Request)
 	case tracker.Answered:
 		s.Answered(r.Request)
+	case tracker.Arriving:
+		h.e.arriving[r.Request] = r.arrival
+		s.Arriving(r.Step, r.Request)
 	}
 }
 

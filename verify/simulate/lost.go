@@ -84,6 +84,9 @@ func (h *host) giveLost(r *report) {
 		h.e.sched.LostHold(r.Step, r.Request)
 	default:
 		h.forget(r.grant)
+		if r.Kind == tracker.Loaded {
+			h.e.loadEnded(r.Request, false)
+		}
 		h.e.sched.Lost(r.Step, r.Request, r.Kind == tracker.Loaded)
 	}
 }

@@ -21,6 +21,7 @@ type cell struct {
 	sum  uint64
 
 	foreign bool // its digest was made with a key outside the ring, as its header says
+	short   int  // how many of the last layers are not in place: of a load layer by layer that has not ended, or not well
 }
 
 // sign gives a block a digest of this host.

@@ -38,6 +38,7 @@ type Options struct {
 	Orphans   bool // what a dead plugin leaves behind may write its blocks for ever; not with Slots, whose memory is replaced
 	Queries   bool // engines are asked what they have of every prompt that they get; with Turns the answers have tickets
 	Stale     bool // prefill engines start again more often, and routers hand out tickets of their former lives
+	Overlap   bool // what is loaded comes layer by layer, and the engine computes with the first ones; not with Slots, Lossy and Children
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
@@ -89,6 +90,7 @@ func draw(seed uint64) Options {
 	o.drawPowers(r)
 	o.Queries = r.IntN(3) == 0
 	o.Stale = o.Prefills > 0 && o.Rough > 0 && r.IntN(3) == 0
+	o.Overlap = r.IntN(5) > 0 && o.Medium != NoConnector && o.Slots == 0 && !o.Lossy && !o.Children
 	return o
 }
 
@@ -145,6 +147,10 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Turns
 	case LayerEarly:
 		return o.Layers
+	case OverlapOneRank:
+		return o.Overlap && o.Ranks > 1
+	case OverlapUnchecked, OverlapRetried, OverlapEndUnchecked, OverlapLayerEarly:
+		return o.Overlap
 	default:
 		return true
 	}
@@ -154,7 +160,7 @@ func (o *Options) shows(m Mutant) bool {
 func (h *host) trackerConfig() tracker.Config {
 	o := &h.w.opt
 	c := tracker.Config{
-		Ranks: o.Ranks, Role: h.role, Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Windows: windows, Addresses: h.e.sched.Addresses, Lossy: o.Lossy,
+		Ranks: o.Ranks, Role: h.role, Overlap: o.Overlap && h.role.Loads(), Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Windows: windows, Addresses: h.e.sched.Addresses, Lossy: o.Lossy,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,

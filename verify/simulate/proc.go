@@ -84,6 +84,12 @@ type move struct {
 	stop     func()              // a composite's: cancels it
 	load     *tracker.Reshape    // from an engine with blocks of another size
 	reads    []sourceBlock       // what that needs
+
+	byLayer   bool         // one layer of all blocks after the other
+	announced int          // layers that the plugin says are there
+	verified  int          // of them
+	doubted   bool         // what the plugin says was wrong once
+	spoilt    map[int]bool // blocks of which a layer is not what it should be
 }
 
 // kept is a hold as the plugin remembers it. It does not learn that the host released it.

@@ -290,7 +290,7 @@ func (h *host) cut(m *move, b *sourceBlock) {
 		}
 		begin := t.From - t.From%h.e.size
 		for at := max(first, t.From); at < min(first+size, t.To); at++ {
-			h.e.mem[b.rank][t.ID].tags[at-begin] = b.at.tags[at-first]
+			h.e.mem[b.rank][t.ID].tags[at-begin], h.e.mem[b.rank][t.ID].short = b.at.tags[at-first], 0
 		}
 	}
 }

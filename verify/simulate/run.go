@@ -142,6 +142,7 @@ func (h *host) apply(op Op, d *rng) {
 	case opWork:
 		for n := 1 + d.n(3); n > 0 && h.proc == p; n-- {
 			p.work(d, op.Fault)
+			h.verifyLayers(p)
 		}
 	case opAnswer:
 		for n := 1 + d.n(3); n > 0 && h.proc == p; n-- {
@@ -250,6 +251,7 @@ func (h *host) workOff(d *rng) {
 		before := h.w.digest
 		todo := len(p.jobs) + len(p.moves)
 		p.work(d, faultNone)
+		h.verifyLayers(p)
 		h.mistake(p)
 		p.reply(d, faultNone)
 		p.consume(faultNone)

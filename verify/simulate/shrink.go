@@ -92,6 +92,7 @@ func (m *Minimal) simplify() {
 		func(o *Options) { o.OtherTokens = 0 },
 		func(o *Options) { o.Lossy = false },
 		func(o *Options) { o.Layers = false },
+		func(o *Options) { o.Overlap = false },
 		func(o *Options) { o.Children = false },
 		func(o *Options) { o.Tells = false },
 		func(o *Options) { o.Fetches = false },
@@ -109,8 +110,8 @@ func (m *Minimal) simplify() {
 // Transcript plays the run again and writes what happens, step by step.
 func (m *Minimal) Transcript(w io.Writer) {
 	o := m.Options
-	_, _ = fmt.Fprintf(w, "seed %d, %d steps: %d prefill and %d decode engines, medium %v, planner %v, turns %v, queries %v, children %v (fetching %v), layers %v, told %v, %d landing slots, %d blocks of %d tokens (others %d, lossy %v), %d groups, %d ranks, batch %d tokens and %d requests\n",
-		o.Seed, len(m.Ops), o.Prefills, o.Decodes, o.Medium, o.Planner, o.Turns, o.Queries, o.Children, o.Fetches, o.Layers, o.Tells, o.Slots, o.Blocks, o.BlockTokens, o.OtherTokens, o.Lossy, o.Groups, o.Ranks, o.MaxBatchedTokens, o.MaxSeqs)
+	_, _ = fmt.Fprintf(w, "seed %d, %d steps: %d prefill and %d decode engines, medium %v, planner %v, turns %v, queries %v, children %v (fetching %v), layers %v, overlap %v, told %v, %d landing slots, %d blocks of %d tokens (others %d, lossy %v), %d groups, %d ranks, batch %d tokens and %d requests\n",
+		o.Seed, len(m.Ops), o.Prefills, o.Decodes, o.Medium, o.Planner, o.Turns, o.Queries, o.Children, o.Fetches, o.Layers, o.Overlap, o.Tells, o.Slots, o.Blocks, o.BlockTokens, o.OtherTokens, o.Lossy, o.Groups, o.Ranks, o.MaxBatchedTokens, o.MaxSeqs)
 	o.Trace = w
 	play(o, m.Ops)
 }

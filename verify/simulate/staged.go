@@ -77,7 +77,7 @@ func (c *cell) orphan() {
 
 func (c *cell) set(from *cell) {
 	copy(c.tags, from.tags)
-	c.sum, c.foreign = from.sum, from.foreign
+	c.sum, c.foreign, c.short = from.sum, from.foreign, from.short
 }
 
 // scribbleAtTimes is a plugin that writes where it has no business, because of a fault or, in a rough world, of itself.

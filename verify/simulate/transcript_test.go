@@ -14,7 +14,7 @@ import (
 // TestTranscripts plays the scenarios of testdata. They are documentation first: what everybody does
 // and says when one thing goes wrong. Run with -rewrite after a change, then read the difference.
 //
-//	new medium=store|holds prefills=N decodes=N blocks=N size=N ranks=N groups=N window=N slots=N seqs=N batch=N [both planner fail nocache] mutant=NAME
+//	new medium=store|holds prefills=N decodes=N blocks=N size=N ranks=N groups=N window=N slots=N seqs=N batch=N [both planner fail nocache overlap] mutant=NAME
 //	client prompt=(1,2,3) max=N      a client comes
 //	route [fault=NAME]               the router takes the next step for everybody who waits for it
 //	turn ENGINE [fast]               the engine's loop goes round; fast: the plugin answers questions at once
@@ -66,7 +66,7 @@ type story struct {
 func (s *story) begin(t *testing.T, d *datadriven.TestData) {
 	o := Options{
 		Medium: ThroughStore, Decodes: 1, BlockTokens: 2, Blocks: 12, Groups: 1, Ranks: 1, MaxBatchedTokens: 32, MaxSeqs: 4,
-		PrefixCaching: !d.HasArg("nocache"), AllBoth: d.HasArg("both"), Planner: d.HasArg("planner"), FailLoads: d.HasArg("fail"), Rough: 1,
+		PrefixCaching: !d.HasArg("nocache"), AllBoth: d.HasArg("both"), Planner: d.HasArg("planner"), FailLoads: d.HasArg("fail"), Overlap: d.HasArg("overlap"), Rough: 1,
 	}
 	medium, mutant := "store", ""
 	d.MaybeScanArgs(t, "medium", &medium)

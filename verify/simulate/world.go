@@ -81,6 +81,7 @@ type Stats struct {
 	ChildDeaths, ChildCalls, ChildFailed   int // of the children of MultiConnectors: deaths; calls; loads that another must do
 	ChildPlans, ChildFetches, ChildHolds   int // ... plans; questions to those whose Match fetches; holds that ended with one
 	ChildStaged, ChildTurns                int // of MultiConnectors: calls through landing memory; loads by an earlier turn
+	Overlapped, Dropped, Postponed         int // chunks computed during a load: that count; that do not, since the load did not end well or in time; whose layers did not come in time
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -100,6 +101,7 @@ func (s *Stats) Powers() []Power {
 		{"cache queries", s.Queries},
 		{"cache queries (with a ticket)", s.QueryTickets},
 		{"layers (saves while computing)", s.Layered},
+		{"overlaps (chunks computed during a load)", s.Overlapped},
 		{"stored before saved", s.Stored},
 		{"staged (calls through landing memory)", s.Staged},
 		{"resets", s.Resets},
@@ -177,6 +179,9 @@ func (s *Stats) fields() []field {
 		{"turn blocks lost", &s.TurnLost},
 		{"saves while computing", &s.Layered},
 		{"saves stored before they were over", &s.Stored},
+		{"chunks computed during a load", &s.Overlapped},
+		{"chunks that do not count", &s.Dropped},
+		{"chunks whose layers come late", &s.Postponed},
 		{"staged calls", &s.Staged},
 		{"reshaped loads", &s.Reshaped},
 		{"loads that nobody verified", &s.Unverified},

@@ -109,6 +109,15 @@ func (c *Compute) Close() { c.pool.close() }
 // done. f must not call methods of c that run in parallel themselves.
 func (c *Compute) Run(n, grain int, f func(thread, from, to int)) { c.pool.run(n, grain, f) }
 
+// Each calls f for each i of [0,n) as Run does for parts.
+func (c *Compute) Each(n, grain int, f func(thread, i int)) {
+	c.Run(n, grain, func(thread, from, to int) {
+		for i := from; i < to; i++ {
+			f(thread, i)
+		}
+	})
+}
+
 // RMSNorm writes x / rms(x) * w. It is not parallel: call it from Run.
 func (c *Compute) RMSNorm(thread int, dst, x, w []float32, eps float32) {
 	lanes := &c.scratch[thread].lanes

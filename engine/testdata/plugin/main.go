@@ -10,8 +10,10 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"path/filepath"
 	"sync"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
@@ -21,6 +23,8 @@ type config struct {
 	Dir      string `json:"dir" jsonschema:"description=where sockets are"`
 	FailRank int    `json:"fail_rank" jsonschema:"description=the rank whose loads fail; 0: none; else the rank and 1 more"`
 	Damage   bool   `json:"damage" jsonschema:"description=change one byte of the last block of each load"`
+	Gate     string `json:"gate" jsonschema:"description=a file without which no second layer arrives; empty: none is needed"`
+	Fault    string `json:"fault" jsonschema:"description=what goes wrong with the second layer of a load: damage; or die: if the gate is there, which goes with it"`
 }
 
 // ticket is where a hold can be fetched.
@@ -73,10 +77,10 @@ func (p *peers) get() *peer {
 func main() {
 	all := &peers{}
 	sdk.Serve(connector.Plugin{
-		Name: "HoldConnector", Version: "1", Capabilities: connector.CanHold, Schema: sdk.SchemaOf[config](),
+		Name: "HoldConnector", Version: "1", Capabilities: connector.CanHold | connector.CanOverlap, Schema: sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
 			_, err := sdk.DecodeConfig[config](raw)
-			return connector.Info{Name: "HoldConnector", Capabilities: connector.CanHold, Groups: true, Scope: connector.ScopeNode}, err
+			return connector.Info{Name: "HoldConnector", Capabilities: connector.CanHold | connector.CanOverlap, Groups: true, Scope: connector.ScopeNode}, err
 		},
 		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			c, err := sdk.DecodeConfig[config](raw)
@@ -85,6 +89,7 @@ func main() {
 			}
 			s := &scheduler{env: env, peer: all.get()}
 			s.peer.socket = filepath.Join(c.Dir, fmt.Sprintf("%s.%d", env.Engine, env.Epoch))
+			_ = os.Remove(s.peer.socket) // of a process that died
 			s.listener, err = net.Listen("unix", s.peer.socket)
 			if err != nil {
 				return nil, err
@@ -223,6 +228,71 @@ func (w *worker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV
 }
 
 func (w *worker) Load(_ context.Context, t *connector.Transfer, kv *connector.KV) error {
+	return w.fetch(t, func(have map[connector.Block][][]byte) error {
+		for b, data := range have {
+			spans, err := kv.Spans(b)
+			if err != nil {
+				return err
+			}
+			for i, s := range spans {
+				copy(s, data[i])
+			}
+			if w.Damage && b.ID == t.Blocks[len(t.Blocks)-1].ID {
+				spans[0][0] ^= 1
+			}
+		}
+		return nil
+	})
+}
+
+// LoadLayers announces each layer when all blocks have it.
+func (w *worker) LoadLayers(_ context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	last := t.Blocks[len(t.Blocks)-1]
+	return w.fetch(t, func(have map[connector.Block][][]byte) error {
+		bring := func(layer int) {
+			for b, data := range have {
+				for i, s := range kv.Segments(b.Group) {
+					if kv.Layout().Segments[s].Layer == layer {
+						copy(kv.View(s, b.ID), data[i])
+						if w.Damage && i == 0 && b == last || w.Fault == "damage" && layer == 1 && b == last {
+							kv.View(s, b.ID)[0] ^= 1
+						}
+					}
+				}
+			}
+		}
+		bring(connector.DigestLayer)
+		for n := range kv.Layout().Layers() {
+			if n == 1 {
+				w.wait()
+			}
+			bring(n)
+			if len(have) == len(t.Blocks) {
+				arrived.Advance(n + 1)
+			}
+		}
+		return nil
+	})
+}
+
+// wait waits for the gate, or dies there.
+func (w *worker) wait() {
+	if w.Fault == "die" {
+		if os.Remove(w.Gate) == nil {
+			os.Exit(3)
+		}
+		return
+	}
+	for w.Gate != "" {
+		if _, err := os.Stat(w.Gate); err == nil {
+			return
+		}
+		<-time.After(time.Millisecond)
+	}
+}
+
+// fetch gets the content of a transfer's blocks, and has a function write it.
+func (w *worker) fetch(t *connector.Transfer, write func(map[connector.Block][][]byte) error) error {
 	if w.FailRank == w.env.Rank+1 {
 		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[len(t.Blocks)-1].ID}, Err: errors.New("this rank fails")}
 	}
@@ -237,6 +307,7 @@ func (w *worker) Load(_ context.Context, t *connector.Transfer, kv *connector.KV
 	defer conn.Close()
 	failed := &connector.BlockError{Err: connector.ErrGone}
 	in, out := gob.NewDecoder(conn), gob.NewEncoder(conn)
+	have := map[connector.Block][][]byte{}
 	for g := range w.env.Layout.Groups {
 		for at, b := range place(t.Blocks, uint16(g), t.From+t.Tokens, w.env.Layout.Groups[g].BlockTokens) {
 			var data [][]byte
@@ -245,17 +316,11 @@ func (w *worker) Load(_ context.Context, t *connector.Transfer, kv *connector.KV
 				failed.Blocks = append(failed.Blocks, b.ID)
 				continue
 			}
-			spans, err := kv.Spans(b)
-			if err != nil {
-				return err
-			}
-			for i, s := range spans {
-				copy(s, data[i])
-			}
-			if w.Damage && b.ID == t.Blocks[len(t.Blocks)-1].ID {
-				spans[0][0] ^= 1
-			}
+			have[b] = data
 		}
+	}
+	if err := write(have); err != nil {
+		return err
 	}
 	var none [][]byte
 	_ = errors.Join(out.Encode(request{Hold: from.Hold, Rank: w.env.Rank, Done: true}), in.Decode(&none))

@@ -236,7 +236,7 @@ func (s *session) broken(req *kvportv1.SessionRequest, err error) error {
 // workerProxy is the worker side of one rank.
 type workerProxy struct {
 	*session
-	board  *shm.Board // of the counters of SaveLayers
+	board  *shm.Board // of the counters of SaveLayers and LoadLayers
 	own    bool       // closed with the side
 	layers int
 }
@@ -288,6 +288,35 @@ func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, _ *
 	}()
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_SaveLayers{
 		SaveLayers: wire.SaveLayersToProto(&wire.SaveLayers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
+	}})
+}
+
+// LoadLayers implements connector.LayerLoader. What the plugin counts is passed on as long as the call lasts. Without
+// a free counter it is Load.
+func (p *workerProxy) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	counter, ok := p.board.Take()
+	if !ok {
+		return p.Load(ctx, t, kv)
+	}
+	defer counter.Give()
+	looking, stop := context.WithCancel(ctx)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for n := uint32(0); int(n) < p.layers; {
+			var err error
+			if n, err = counter.Wait(looking, n); err != nil || int(n) > p.layers {
+				return
+			}
+			arrived.Advance(int(n))
+		}
+	}()
+	defer func() {
+		stop()
+		<-over
+	}()
+	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_LoadLayers{
+		LoadLayers: wire.LoadLayersToProto(&wire.LoadLayers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
 	}})
 }
 

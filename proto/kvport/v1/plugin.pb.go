@@ -40,6 +40,7 @@ const (
 	Capability_CAPABILITY_LAYERS      Capability = 6
 	Capability_CAPABILITY_LEASE       Capability = 7
 	Capability_CAPABILITY_RESHAPE     Capability = 8
+	Capability_CAPABILITY_OVERLAP     Capability = 9
 )
 
 // Enum value maps for Capability.
@@ -54,6 +55,7 @@ var (
 		6: "CAPABILITY_LAYERS",
 		7: "CAPABILITY_LEASE",
 		8: "CAPABILITY_RESHAPE",
+		9: "CAPABILITY_OVERLAP",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
@@ -65,6 +67,7 @@ var (
 		"CAPABILITY_LAYERS":      6,
 		"CAPABILITY_LEASE":       7,
 		"CAPABILITY_RESHAPE":     8,
+		"CAPABILITY_OVERLAP":     9,
 	}
 )
 
@@ -963,6 +966,7 @@ type SessionRequest struct {
 	//	*SessionRequest_Renewals
 	//	*SessionRequest_Reshape
 	//	*SessionRequest_ReshapeBlocks
+	//	*SessionRequest_LoadLayers
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1164,6 +1168,15 @@ func (x *SessionRequest) GetReshapeBlocks() *Reshape {
 	return nil
 }
 
+func (x *SessionRequest) GetLoadLayers() *LoadLayers {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_LoadLayers); ok {
+			return x.LoadLayers
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Call interface {
 	isSessionRequest_Call()
 }
@@ -1233,6 +1246,10 @@ type SessionRequest_ReshapeBlocks struct {
 	ReshapeBlocks *Reshape `protobuf:"bytes,18,opt,name=reshape_blocks,json=reshapeBlocks,proto3,oneof"`
 }
 
+type SessionRequest_LoadLayers struct {
+	LoadLayers *LoadLayers `protobuf:"bytes,19,opt,name=load_layers,json=loadLayers,proto3,oneof"`
+}
+
 func (*SessionRequest_Open) isSessionRequest_Call() {}
 
 func (*SessionRequest_Match) isSessionRequest_Call() {}
@@ -1264,6 +1281,8 @@ func (*SessionRequest_Renewals) isSessionRequest_Call() {}
 func (*SessionRequest_Reshape) isSessionRequest_Call() {}
 
 func (*SessionRequest_ReshapeBlocks) isSessionRequest_Call() {}
+
+func (*SessionRequest_LoadLayers) isSessionRequest_Call() {}
 
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1454,7 +1473,7 @@ type SessionResponse_Plan struct {
 }
 
 type SessionResponse_Moved struct {
-	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save, save_layers and reshape_blocks
+	Moved *Moved `protobuf:"bytes,6,opt,name=moved,proto3,oneof"` // load, save, save_layers, reshape_blocks and load_layers
 }
 
 type SessionResponse_Finish struct {
@@ -1521,7 +1540,7 @@ type Open struct {
 	Regions   []*Region              `protobuf:"bytes,10,rep,name=regions,proto3" json:"regions,omitempty"`                      // worker side only; behind those of the layout one for Reshape, if blocks of other shapes may come
 	Config    []byte                 `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`                        // JSON
 	Arena     *Region                `protobuf:"bytes,12,opt,name=arena,proto3" json:"arena,omitempty"`                          // what Describe asked for; absent: none
-	Progress  *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers finds its counters
+	Progress  *Region                `protobuf:"bytes,13,opt,name=progress,proto3" json:"progress,omitempty"`                    // worker side only: where SaveLayers and LoadLayers find their counters
 	Ring      *Ring                  `protobuf:"bytes,14,opt,name=ring,proto3" json:"ring,omitempty"`                            // memory through which small messages may go; absent: none
 	Base      []byte                 `protobuf:"bytes,15,opt,name=base,proto3" json:"base,omitempty"`                            // 32 bytes, as shape, but without block size and ranks; absent: blocks cannot be cut
 	LinkKey   []byte                 `protobuf:"bytes,16,opt,name=link_key,json=linkKey,proto3" json:"link_key,omitempty"`       // 32 bytes, for peers to know each other by; absent: an older host
@@ -2560,6 +2579,70 @@ func (x *SaveLayers) GetCall() uint32 {
 	return 0
 }
 
+// LoadLayers is a load whose layers are used as they arrive. Its counter lies where that of SaveLayers would, and it is
+// the plugin that changes it: as long as the upper half is call, the plugin puts into the lower half the number of
+// layers that are in place in all blocks of the transfer, the digests before the first layer, and then changes the
+// futex and wakes who waits for it. What is counted so is not written any more.
+type LoadLayers struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Transfer      *Transfer              `protobuf:"bytes,1,opt,name=transfer,proto3" json:"transfer,omitempty"`
+	Slot          uint32                 `protobuf:"varint,2,opt,name=slot,proto3" json:"slot,omitempty"`
+	Call          uint32                 `protobuf:"varint,3,opt,name=call,proto3" json:"call,omitempty"` // never 0
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadLayers) Reset() {
+	*x = LoadLayers{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadLayers) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadLayers) ProtoMessage() {}
+
+func (x *LoadLayers) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadLayers.ProtoReflect.Descriptor instead.
+func (*LoadLayers) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *LoadLayers) GetTransfer() *Transfer {
+	if x != nil {
+		return x.Transfer
+	}
+	return nil
+}
+
+func (x *LoadLayers) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *LoadLayers) GetCall() uint32 {
+	if x != nil {
+		return x.Call
+	}
+	return 0
+}
+
 // Reshape is a load of whole blocks from one rank of an engine with another shape: the tokens and blocks of
 // the transfer are that engine's, and so is the layout, which says where in the session's regions they go.
 type Reshape struct {
@@ -2575,7 +2658,7 @@ type Reshape struct {
 
 func (x *Reshape) Reset() {
 	*x = Reshape{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2587,7 +2670,7 @@ func (x *Reshape) String() string {
 func (*Reshape) ProtoMessage() {}
 
 func (x *Reshape) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2600,7 +2683,7 @@ func (x *Reshape) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reshape.ProtoReflect.Descriptor instead.
 func (*Reshape) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Reshape) GetTransfer() *Transfer {
@@ -2652,7 +2735,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2664,7 +2747,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2677,7 +2760,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Ended) GetRequest() string {
@@ -2736,7 +2819,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2748,7 +2831,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2761,7 +2844,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Step) GetId() uint64 {
@@ -2816,7 +2899,7 @@ type Plan struct {
 
 func (x *Plan) Reset() {
 	*x = Plan{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2828,7 +2911,7 @@ func (x *Plan) String() string {
 func (*Plan) ProtoMessage() {}
 
 func (x *Plan) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2841,7 +2924,7 @@ func (x *Plan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Plan.ProtoReflect.Descriptor instead.
 func (*Plan) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Plan) GetLoads() []*Transfer {
@@ -2866,7 +2949,7 @@ type Moved struct {
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2878,7 +2961,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2891,7 +2974,7 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 type FinishRequest struct {
@@ -2903,7 +2986,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2915,7 +2998,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2928,7 +3011,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -2951,7 +3034,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2963,7 +3046,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2976,7 +3059,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -3023,7 +3106,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3035,7 +3118,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3048,7 +3131,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -3066,7 +3149,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3078,7 +3161,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3091,7 +3174,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 type ConsumedResponse struct {
@@ -3103,7 +3186,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3115,7 +3198,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3128,7 +3211,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -3148,7 +3231,7 @@ type RenewalsRequest struct {
 
 func (x *RenewalsRequest) Reset() {
 	*x = RenewalsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3160,7 +3243,7 @@ func (x *RenewalsRequest) String() string {
 func (*RenewalsRequest) ProtoMessage() {}
 
 func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3173,7 +3256,7 @@ func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsRequest.ProtoReflect.Descriptor instead.
 func (*RenewalsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *RenewalsRequest) GetEnded() []uint64 {
@@ -3192,7 +3275,7 @@ type RenewalsResponse struct {
 
 func (x *RenewalsResponse) Reset() {
 	*x = RenewalsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3204,7 +3287,7 @@ func (x *RenewalsResponse) String() string {
 func (*RenewalsResponse) ProtoMessage() {}
 
 func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3217,7 +3300,7 @@ func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsResponse.ProtoReflect.Descriptor instead.
 func (*RenewalsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *RenewalsResponse) GetHolds() []uint64 {
@@ -3235,7 +3318,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3247,7 +3330,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3260,7 +3343,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 type ResetResponse struct {
@@ -3272,7 +3355,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3284,7 +3367,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3297,7 +3380,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -3315,7 +3398,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3327,7 +3410,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3340,7 +3423,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 // Stat is the present value of one number.
@@ -3355,7 +3438,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3367,7 +3450,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3380,7 +3463,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Stat) GetName() string {
@@ -3413,7 +3496,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3425,7 +3508,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3438,7 +3521,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -3456,7 +3539,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3468,7 +3551,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3481,7 +3564,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -3498,7 +3581,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3510,7 +3593,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3523,7 +3606,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3570,7 +3653,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3582,7 +3665,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3595,7 +3678,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3615,7 +3698,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3627,7 +3710,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3640,7 +3723,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3659,7 +3742,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3671,7 +3754,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3684,7 +3767,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
 }
 
 type Closed struct {
@@ -3695,7 +3778,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3707,7 +3790,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3720,7 +3803,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{45}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3761,7 +3844,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xdd\x06\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\x97\a\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -3783,7 +3866,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"saveLayers\x128\n" +
 	"\brenewals\x18\x10 \x01(\v2\x1a.kvport.v1.RenewalsRequestH\x00R\brenewals\x123\n" +
 	"\areshape\x18\x11 \x01(\v2\x13.kvport.v1.TransferB\x02\x18\x01H\x00R\areshape\x12;\n" +
-	"\x0ereshape_blocks\x18\x12 \x01(\v2\x12.kvport.v1.ReshapeH\x00R\rreshapeBlocksB\x06\n" +
+	"\x0ereshape_blocks\x18\x12 \x01(\v2\x12.kvport.v1.ReshapeH\x00R\rreshapeBlocks\x128\n" +
+	"\vload_layers\x18\x13 \x01(\v2\x15.kvport.v1.LoadLayersH\x00R\n" +
+	"loadLayersB\x06\n" +
 	"\x04call\"\xf4\x04\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
@@ -3884,6 +3969,11 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"SaveLayers\x12/\n" +
 	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
 	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x12\n" +
+	"\x04call\x18\x03 \x01(\rR\x04call\"e\n" +
+	"\n" +
+	"LoadLayers\x12/\n" +
+	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
+	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x12\n" +
 	"\x04call\x18\x03 \x01(\rR\x04call\"\xa3\x01\n" +
 	"\aReshape\x12/\n" +
 	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
@@ -3949,7 +4039,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06Cancel\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\"\a\n" +
 	"\x05Close\"\b\n" +
-	"\x06Closed*\xd9\x01\n" +
+	"\x06Closed*\xf1\x01\n" +
 	"\n" +
 	"Capability\x12\x1a\n" +
 	"\x16CAPABILITY_UNSPECIFIED\x10\x00\x12\x13\n" +
@@ -3960,7 +4050,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x11CAPABILITY_EVENTS\x10\x05\x12\x15\n" +
 	"\x11CAPABILITY_LAYERS\x10\x06\x12\x14\n" +
 	"\x10CAPABILITY_LEASE\x10\a\x12\x16\n" +
-	"\x12CAPABILITY_RESHAPE\x10\b*A\n" +
+	"\x12CAPABILITY_RESHAPE\x10\b\x12\x16\n" +
+	"\x12CAPABILITY_OVERLAP\x10\t*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
@@ -4025,7 +4116,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -4058,29 +4149,30 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*MatchResponse)(nil),     // 28: kvport.v1.MatchResponse
 	(*Transfer)(nil),          // 29: kvport.v1.Transfer
 	(*SaveLayers)(nil),        // 30: kvport.v1.SaveLayers
-	(*Reshape)(nil),           // 31: kvport.v1.Reshape
-	(*Ended)(nil),             // 32: kvport.v1.Ended
-	(*Step)(nil),              // 33: kvport.v1.Step
-	(*Plan)(nil),              // 34: kvport.v1.Plan
-	(*Moved)(nil),             // 35: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 36: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 37: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 38: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 39: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 40: kvport.v1.ConsumedResponse
-	(*RenewalsRequest)(nil),   // 41: kvport.v1.RenewalsRequest
-	(*RenewalsResponse)(nil),  // 42: kvport.v1.RenewalsResponse
-	(*ResetRequest)(nil),      // 43: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 44: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 45: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 46: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 47: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 48: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 49: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 50: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 51: kvport.v1.Cancel
-	(*Close)(nil),             // 52: kvport.v1.Close
-	(*Closed)(nil),            // 53: kvport.v1.Closed
+	(*LoadLayers)(nil),        // 31: kvport.v1.LoadLayers
+	(*Reshape)(nil),           // 32: kvport.v1.Reshape
+	(*Ended)(nil),             // 33: kvport.v1.Ended
+	(*Step)(nil),              // 34: kvport.v1.Step
+	(*Plan)(nil),              // 35: kvport.v1.Plan
+	(*Moved)(nil),             // 36: kvport.v1.Moved
+	(*FinishRequest)(nil),     // 37: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 38: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 39: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 40: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 41: kvport.v1.ConsumedResponse
+	(*RenewalsRequest)(nil),   // 42: kvport.v1.RenewalsRequest
+	(*RenewalsResponse)(nil),  // 43: kvport.v1.RenewalsResponse
+	(*ResetRequest)(nil),      // 44: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 45: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 46: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 47: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 48: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 49: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 50: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 51: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 52: kvport.v1.Cancel
+	(*Close)(nil),             // 53: kvport.v1.Close
+	(*Closed)(nil),            // 54: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -4091,74 +4183,76 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	7,  // 5: kvport.v1.StatInfo.kind:type_name -> kvport.v1.StatKind
 	17, // 6: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
 	26, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
-	33, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
+	34, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
 	29, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
 	29, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	36, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	39, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	43, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	51, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	52, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	45, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	48, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	37, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	40, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	44, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	52, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	53, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	46, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	49, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
 	30, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
-	41, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
+	42, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
 	29, // 20: kvport.v1.SessionRequest.reshape:type_name -> kvport.v1.Transfer
-	31, // 21: kvport.v1.SessionRequest.reshape_blocks:type_name -> kvport.v1.Reshape
-	9,  // 22: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	23, // 23: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	28, // 24: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	34, // 25: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	35, // 26: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	38, // 27: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	40, // 28: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	44, // 29: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	53, // 30: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	47, // 31: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	50, // 32: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	42, // 33: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
-	1,  // 34: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 35: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	22, // 36: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	19, // 37: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	19, // 38: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	19, // 39: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	18, // 40: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
-	4,  // 41: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	20, // 42: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	21, // 43: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 44: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	25, // 45: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	27, // 46: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	24, // 47: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	29, // 48: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	29, // 49: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
-	22, // 50: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
-	5,  // 51: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	24, // 52: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	25, // 53: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	29, // 54: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	29, // 55: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	32, // 56: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	29, // 57: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	29, // 58: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	32, // 59: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	37, // 60: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	46, // 61: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 62: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 63: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	49, // 64: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 65: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 66: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 67: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 68: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 69: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 70: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	68, // [68:71] is the sub-list for method output_type
-	65, // [65:68] is the sub-list for method input_type
-	65, // [65:65] is the sub-list for extension type_name
-	65, // [65:65] is the sub-list for extension extendee
-	0,  // [0:65] is the sub-list for field type_name
+	32, // 21: kvport.v1.SessionRequest.reshape_blocks:type_name -> kvport.v1.Reshape
+	31, // 22: kvport.v1.SessionRequest.load_layers:type_name -> kvport.v1.LoadLayers
+	9,  // 23: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	23, // 24: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	28, // 25: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	35, // 26: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	36, // 27: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	39, // 28: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	41, // 29: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	45, // 30: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	54, // 31: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	48, // 32: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	51, // 33: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	43, // 34: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	1,  // 35: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 36: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	22, // 37: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	19, // 38: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	19, // 39: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	19, // 40: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	18, // 41: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
+	4,  // 42: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	20, // 43: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	21, // 44: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 45: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	25, // 46: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	27, // 47: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	24, // 48: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	29, // 49: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	29, // 50: kvport.v1.LoadLayers.transfer:type_name -> kvport.v1.Transfer
+	29, // 51: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
+	22, // 52: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
+	5,  // 53: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	24, // 54: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	25, // 55: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	29, // 56: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	29, // 57: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	33, // 58: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	29, // 59: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	29, // 60: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	33, // 61: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	38, // 62: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	47, // 63: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 64: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 65: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	50, // 66: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 67: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 68: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 69: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 70: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 71: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 72: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	70, // [70:73] is the sub-list for method output_type
+	67, // [67:70] is the sub-list for method input_type
+	67, // [67:67] is the sub-list for extension type_name
+	67, // [67:67] is the sub-list for extension extendee
+	0,  // [0:67] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -4183,6 +4277,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_Renewals)(nil),
 		(*SessionRequest_Reshape)(nil),
 		(*SessionRequest_ReshapeBlocks)(nil),
+		(*SessionRequest_LoadLayers)(nil),
 	}
 	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
@@ -4203,7 +4298,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   45,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,72 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kvport/kvport/engine/sched"
+)
+
+// Layer-wise loads: a request whose KV arrives layer by layer is computed meanwhile. The model waits before it reads a
+// layer until the host has verified that. What does not come in time is taken out of the step, so that a slow load
+// costs the other requests a pause and never their step.
+
+// errNotArrived says that a layer of a load did not come, or not in time.
+var errNotArrived = errors.New("a layer of a load has not arrived")
+
+// overlapped computes chunks, without those whose layers do not come, and returns the ones that it has computed.
+func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
+	l.batch.BeforeLayer = nil
+	if !slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return c.Early }) {
+		l.fill(chunks)
+		return chunks, l.forward()
+	}
+	patience, stop := context.WithTimeout(context.Background(), l.e.cfg.LayerPatience)
+	defer stop()
+	l.batch.BeforeLayer = func(layer int) error { return l.awaitLayer(patience, chunks, layer) }
+	l.fill(chunks)
+	err := l.forward()
+	l.batch.BeforeLayer = nil
+	switch {
+	case err == nil:
+		l.awaitLoads(patience, chunks)
+	case errors.Is(err, errNotArrived):
+		if chunks = l.sched.Postpone(); len(chunks) == 0 {
+			return nil, nil
+		}
+		l.fill(chunks)
+		err = l.forward()
+	}
+	return chunks, err
+}
+
+// awaitLayer waits until a layer of all that early chunks depend on may be read.
+func (l *loop) awaitLayer(patience context.Context, chunks []sched.Chunk, layer int) error {
+	for i := range chunks {
+		if !chunks[i].Early {
+			continue
+		}
+		layers := l.arriving[chunks[i].Request]
+		if layers == nil {
+			return errNotArrived
+		}
+		if _, err := layers.Wait(patience, layer); err != nil {
+			return fmt.Errorf("%w: layer %d: %w", errNotArrived, layer, err)
+		}
+	}
+	return nil
+}
+
+// awaitLoads waits for the ends of the loads that early chunks depend on: until then nothing that was computed counts.
+func (l *loop) awaitLoads(patience context.Context, chunks []sched.Chunk) {
+	for slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return c.Early && l.arriving[c.Request] != nil }) {
+		select {
+		case ev, open := <-l.events:
+			l.event(ev, open)
+		case <-patience.Done():
+			return
+		}
+	}
+}
