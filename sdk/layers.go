@@ -18,32 +18,35 @@ func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connec
 	if err != nil {
 		return nil, err
 	}
-	worker, err := counted[connector.LayerWorker](w, connector.CanLayers)
-	if err != nil {
-		return nil, err
-	}
-	p := &boardProgress{board: w.board, slot: s.Slot, call: s.Call, layers: w.kv.Layout().Layers()}
+	worker, of, err := counted[connector.LayerWorker](w, connector.CanLayers, s.Slot, s.Call)
 	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-		return worker.SaveLayers(ctx, t, kv, p)
-	}, nil
+		return worker.SaveLayers(ctx, t, kv, &boardProgress{of})
+	}, err
 }
 
-// counted is the worker side as one that goes layer by layer, if it can and has counters for that.
-func counted[T any](w *side, bit connector.Capability) (T, error) {
+// counted is the worker side as one that goes layer by layer, if it can and has counters for that, and the counter of one
+// call.
+func counted[T any](w *side, bit connector.Capability, slot int, call uint32) (T, counter, error) {
 	worker, err := power[T](w.worker, bit)
-	if err == nil && w.board == nil {
-		err = fmt.Errorf("%v: the side was opened without counters: %w", bit, connector.ErrIncompatible)
+	if err != nil {
+		return worker, counter{}, err
 	}
-	return worker, err
+	if w.board == nil {
+		return worker, counter{}, fmt.Errorf("%v: the side was opened without counters: %w", bit, connector.ErrIncompatible)
+	}
+	return worker, counter{board: w.board, slot: slot, call: call, layers: w.kv.Layout().Layers()}, nil
 }
 
-// boardProgress is the Progress of one call: a counter that the host advances in shared memory.
-type boardProgress struct {
+// counter is what host and plugin count the layers of one call with, in shared memory.
+type counter struct {
 	board  *shm.BoardView
 	slot   int
 	call   uint32
 	layers int
 }
+
+// boardProgress is the Progress of one call: the host advances its counter.
+type boardProgress struct{ counter }
 
 // Wait implements connector.Progress.
 func (p *boardProgress) Wait(ctx context.Context, seen int) (int, error) {
@@ -66,22 +69,15 @@ func (w *side) loadLayers(m *kvportv1.LoadLayers) (func(context.Context, *connec
 	if err != nil {
 		return nil, err
 	}
-	worker, err := counted[connector.LayerLoader](w, connector.CanOverlap)
-	if err != nil {
-		return nil, err
-	}
-	a := &boardArrivals{board: w.board, slot: l.Slot, call: l.Call, layers: w.kv.Layout().Layers()}
+	worker, of, err := counted[connector.LayerLoader](w, connector.CanOverlap, l.Slot, l.Call)
 	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-		return worker.LoadLayers(ctx, t, kv, a)
-	}, nil
+		return worker.LoadLayers(ctx, t, kv, &boardArrivals{counter: of})
+	}, err
 }
 
 // boardArrivals are the Arrivals of one call: a counter in shared memory that the host looks at.
 type boardArrivals struct {
-	board  *shm.BoardView
-	slot   int
-	call   uint32
-	layers int
+	counter
 
 	mu   sync.Mutex
 	told int
