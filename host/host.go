@@ -49,7 +49,7 @@ type Host struct {
 	layers    int // of the cache
 
 	layerWise bool
-	arriving  map[arrival]*connector.LayerCount // loads that the engine has begun to use; guarded by mu
+	arriving  map[arrival]*arriving // loads that the engine has begun to use; guarded by mu
 
 	stats       *connectorStats
 	blockEvents blockEventReporter
@@ -111,7 +111,7 @@ func newHost(cfg *Config, eng Engine, opts Options) *Host {
 	return &Host{
 		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
 		stats:  newConnectorStats("", nil),
-		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(), arriving: map[arrival]*connector.LayerCount{},
+		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(), arriving: map[arrival]*arriving{},
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 }

@@ -112,7 +112,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Source != nil {
 		return h.reshape(ctx, g, a)
 	}
-	used, err := h.loadOrOverlap(ctx, r, w, a)
+	overlapped, err := h.loadOrOverlap(ctx, r, w, a)
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
@@ -122,7 +122,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Check == nil { // they get no digests: that would say that they are right (rule TAINT-01)
 		h.metrics.unchecked.WithLabelValues(h.metrics.name, "lossy").Add(float64(len(tracker.Arrived(t.Blocks, err))))
 	}
-	found := h.arrive(r, a, used, err)
+	found := h.arrive(r, a, overlapped, err)
 	fault.Crash("host.load.checked")
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
@@ -163,12 +163,12 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	return a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
 }
 
-// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. The engine
-// may have used some layers of it.
-func (h *Host) arrive(r *rank, a *tracker.Move, used int, err error) (found unreadable) {
+// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. overlapped
+// says that the engine may be using layers of it.
+func (h *Host) arrive(r *rank, a *tracker.Move, overlapped bool, err error) (found unreadable) {
 	check := tracker.Arrived(a.Check, err)
-	if used > 0 {
-		return r.checkUsed(a, check, used)
+	if overlapped {
+		return h.checkOverlapped(r, a, check)
 	}
 	if r.landing == nil {
 		return r.checkDigests(check)
