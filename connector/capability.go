@@ -22,6 +22,7 @@ const (
 	CanLayers                         // LayerWorker
 	CanLease                          // Leaser
 	CanReshape                        // Reshaper
+	CanPlace                          // Placer
 )
 
 // Power is one optional interface.
@@ -43,6 +44,7 @@ var optional = []Power{
 	{CanLayers, "layers", reflect.TypeFor[LayerWorker](), true},
 	{CanLease, "lease", reflect.TypeFor[Leaser](), false},
 	{CanReshape, "reshape", reflect.TypeFor[Reshaper](), true},
+	{CanPlace, "place", reflect.TypeFor[Placer](), true},
 }
 
 // Powers lists every optional interface, in order of the bits. The caller owns the slice.

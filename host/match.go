@@ -100,6 +100,10 @@ func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match 
 		h.mu.Unlock()
 		return connector.Match{}
 	}
+	if m, ok := h.matchPlaced(&q); ok {
+		h.mu.Unlock()
+		return m
+	}
 	h.gen.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
 		if err != nil || m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
 			m = connector.Match{}
@@ -118,7 +122,7 @@ func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match 
 // startAsk sends a query to the scheduler side. The caller holds mu.
 func (h *Host) startAsk(a *tracker.Ask) {
 	id, request := a.ID, a.Query.Request
-	h.gen.enqueue(job{ask: &askJob{query: a.Query, answer: func(m connector.Match, err error) {
+	answer := func(m connector.Match, err error) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		h.do(h.tracker.Matched(time.Now(), id, m, err))
@@ -126,7 +130,21 @@ func (h *Host) startAsk(a *tracker.Ask) {
 			close(h.waiter.ready)
 			h.waiter = nil
 		}
-	}}})
+	}
+	if m, ok := h.matchPlaced(&a.Query); ok {
+		h.gen.work.Go(func() { answer(m, nil) })
+		return
+	}
+	h.gen.enqueue(job{ask: &askJob{query: a.Query, answer: answer}})
+}
+
+// matchPlaced answers a query without the plugin, if all of it is resident.
+func (h *Host) matchPlaced(q *connector.Query) (connector.Match, bool) {
+	m, ok := h.place.match(q)
+	if ok {
+		h.metrics.placedMatches.Inc()
+	}
+	return m, ok
 }
 
 // askAll sends several queries as one call. Without an answer nobody is told: the generation is at
@@ -182,9 +200,11 @@ func (h *Host) startFinish(a *tracker.Finish) {
 
 // startReset has the scheduler side forget every block. The caller holds mu.
 func (h *Host) startReset(a *tracker.Reset) {
+	h.place.pause()
 	call(h, a.Deadline, func(ctx context.Context, r connector.Resetter) (bool, error) {
 		return r.Reset(ctx)
 	}, func(now time.Time, emptied bool, err error) []tracker.Action {
+		h.place.resume()
 		return h.tracker.ResetAnswered(now, a.ID, emptied, err)
 	})
 }

@@ -54,6 +54,11 @@ func TestStoreReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.StoreReference(), nil))
 }
 
+func TestPlacingReference(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.PlacingReference(), nil))
+	conformance.Run(t, conformance.Wire(mutants.PlacingReference(), nil))
+}
+
 func TestArenaReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.ArenaReference(), nil))
 	conformance.Run(t, conformance.Wire(mutants.ArenaReference(), nil))

@@ -6,10 +6,12 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -246,4 +248,88 @@ func TestManyTurns(t *testing.T) {
 	t.Logf("%d turns, last prompt %d tokens: %d tokens compared, 0 differ; %v recomputing, %v offloading: %.1f x; %d of %d prompt tokens from the cache",
 		turns, want[turns-1].Prompt, compared, slow, fast, float64(slow)/float64(fast), external, asked)
 	require.Greater(t, external, asked/2)
+}
+
+// Rules PLACE-23 and PLACE-24: prompts that come again are matched and loaded without a call of the plugin, also after the
+// plugin was killed and after a reset, at both trust levels and on several ranks; no token differs.
+func TestPlacedHits(t *testing.T) {
+	kvport := binaries(t)
+	var client cluster.Client
+	prompts := make([]string, 6)
+	for i := range prompts {
+		prompts[i] = text(i, 16*(8+i)+3) // all but the last block are full
+	}
+	ask := func(p *cluster.Process) (tokens [][]int32) {
+		for _, prompt := range prompts {
+			c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 4, IgnoreEOS: true})
+			require.NoError(t, err)
+			settled(t, &client, p)
+			tokens = append(tokens, c.Tokens)
+		}
+		return tokens
+	}
+	alone := serve(t, kvport, "sim", "")
+	want := ask(alone)
+	stop(t, alone)
+	for _, c := range []struct {
+		name, trust string
+		args        []string
+	}{
+		{"in place", "in-place", nil}, {"staged", "staged", nil}, {"two ranks", "in-place", []string{"--tensor-parallel-size", "2"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"trust":%q}}`, c.trust)
+			p := serve(t, kvport, "sim", "", append([]string{"--kv-transfer-config", config}, c.args...)...)
+			want := want
+			if c.args != nil { // ranks have other bytes, and so other tokens
+				alone := serve(t, kvport, "sim", "", c.args...)
+				want = ask(alone)
+				stop(t, alone)
+			}
+			sum := func(name string, labels ...string) float64 {
+				m, err := client.Metrics(t.Context(), p.URL)
+				require.NoError(t, err)
+				return m.Sum(name, labels...)
+			}
+			require.Equal(t, want, ask(p))
+			require.Zero(t, sum("kvport_placed_blocks_total"))
+			for round := range 2 {
+				blocks, matches, external := sum("kvport_placed_blocks_total"), sum("kvport_placed_matches_total"), sum("kvport_prompt_tokens_total", `source="external"`)
+				require.Equal(t, want, ask(p), "round %d", round)
+				blocks, matches, external = sum("kvport_placed_blocks_total")-blocks, sum("kvport_placed_matches_total")-matches, sum("kvport_prompt_tokens_total", `source="external"`)-external
+				t.Logf("round %d: %v blocks and %v matches without a call, %v external tokens", round, blocks, matches, external)
+				require.GreaterOrEqual(t, matches, float64(len(prompts)))
+				require.Positive(t, external)
+				require.GreaterOrEqual(t, blocks, external/16)
+				if round == 0 {
+					kill(t, &client, p)
+				}
+			}
+			resp, err := http.Post(p.URL+"/reset_prefix_cache", "", nil)
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			require.Equal(t, http.StatusOK, resp.StatusCode)
+			matches := sum("kvport_placed_matches_total")
+			require.Equal(t, want, ask(p))
+			require.InDelta(t, matches, sum("kvport_placed_matches_total"), 0, "nothing is resident after a reset")
+			require.Equal(t, want, ask(p))
+			require.GreaterOrEqual(t, sum("kvport_placed_matches_total"), matches+float64(len(prompts)))
+			require.Zero(t, sum("kvport_plugin_violations_total"))
+			require.Zero(t, sum("kvport_integrity_failures_total"))
+			stop(t, p)
+		})
+	}
+}
+
+// kill kills the plugin and waits for the next one.
+func kill(t *testing.T, client *cluster.Client, p *cluster.Process) {
+	t.Helper()
+	health, err := client.Health(t.Context(), p.URL)
+	require.NoError(t, err)
+	pid := health.Connector.PID
+	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+	require.Eventually(t, func() bool {
+		now, err := client.Health(t.Context(), p.URL)
+		return err == nil && now.Connector.State == "ready" && now.Connector.PID != pid
+	}, time.Minute, 5*time.Millisecond)
 }
