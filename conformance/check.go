@@ -25,7 +25,7 @@ type Options struct {
 	Profiles []Profile     // a required case that is skipped has failed; nil: Store
 	Seed     uint64        // of sizes, orders, bytes and random histories; keys differ in every run
 	Budget   time.Duration // of each case that plays random histories; 0: 1 s
-	Log      *slog.Logger  // what the connector's sides log; nil: nothing
+	Log      *slog.Logger  // what the connector logs (behind Wire: nothing), and its process writes to standard error, each line with its case; nil: nothing
 	Deadline time.Duration // of one case; 0: 60 s
 	Only     []string      // ids of the cases to run; nil: those of the profiles
 	FailFast bool          // end the run at the first case that failed
@@ -49,14 +49,19 @@ type Result struct {
 	// Transcript is a short history of calls that fails, in a case that plays random ones: what was done, what came, and
 	// what was allowed.
 	Transcript []string
+	Allowed    string        // what would have been right, in a case that plays random histories
 	Took       time.Duration // with start and close of the connector
 
 	// LastWords is how the connector's process ended and what it wrote to standard error last, if it ended by
 	// itself in a case that failed.
 	LastWords []string
 
-	Number, Of int  // of the case among those of the run, from 1 on; 0: not known
-	Again      bool // it was inconclusive and will be repeated: this result is not the last of the case
+	Number, Of int           // of the case among those of the run, from 1 on; 0: not known
+	Left       time.Duration // about how long the cases will take that have not run yet; 0: not known, or there are none
+	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
+
+	excused  bool   // it was skipped for what the machine or the config does not have
+	required string // it did not run, and fails only for that: what is said of it; empty: it ran
 }
 
 // Check runs the cases one after another and returns a Result for each, in order. A case that hangs
@@ -102,6 +107,8 @@ type checker struct {
 	all        []Case
 	results    []Result
 	failed     bool
+	ran        int           // cases without a budget of their own
+	took       time.Duration // by them
 }
 
 // ended reports whether no further case is to run.
@@ -112,9 +119,31 @@ func (c *checker) check(ctx context.Context, n int, again bool) Result {
 	r := c.judge(c.all[n], checkCase(ctx, c.all[n], c.newHarness, c.settings))
 	r.Number, r.Of = n+1, len(c.all)
 	r.Again = again && r.Status == Inconclusive && ctx.Err() == nil
+	if !c.all[n].budgeted {
+		c.ran, c.took = c.ran+1, c.took+r.Took
+	}
 	c.failed = c.failed || r.Status == Fail
+	r.Left = c.left()
 	c.tell(r)
 	return r
+}
+
+// left is about how long the cases take that have not run yet: their budget, or as long as those that have.
+func (c *checker) left() (sum time.Duration) {
+	if c.FailFast && c.failed {
+		return 0
+	}
+	for _, next := range c.all[min(len(c.results)+1, len(c.all)):] {
+		switch {
+		case next.budgeted:
+			sum += c.settings.budget
+		case c.ran == 0:
+			return 0
+		default:
+			sum += c.took / time.Duration(c.ran)
+		}
+	}
+	return sum
 }
 
 func (c *checker) tell(r Result) {
@@ -207,7 +236,7 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	_, _ = rand.Read(salt) // never fails
 	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline, budget: o.Budget}
 	warmUp()
-	checkCase(ctx, Case{Run: func(t T, h Harness) {
+	checkCase(ctx, Case{ID: "before", Run: func(t T, h Harness) {
 		r := newRig(t, h)
 		defer r.close()
 		info := r.describe()
@@ -219,8 +248,9 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 // judge fails a case that was skipped although a profile requires it.
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
-		if r.Status == Skip && !c.Optional && slices.Contains(c.Profiles, p) {
-			r.Status, r.Log = Fail, append(r.Log, fmt.Sprintf("profile %s requires this case", p))
+		if r.Status == Skip && !c.Optional && !r.excused && slices.Contains(c.Profiles, p) {
+			r.required = fmt.Sprintf("profile %s requires this case", p)
+			r.Status, r.Log = Fail, append(r.Log, r.required)
 		}
 	}
 	return r
@@ -235,6 +265,15 @@ type settings struct {
 	budget   time.Duration
 	info     *connector.Info // nil: not known
 	fresh    Maker           // of the case's connector, with a backend of its own
+}
+
+// harness makes a harness whose connector logs to the log of the run.
+func (s *settings) harness(newHarness Maker) (Harness, error) {
+	h, err := newHarness()
+	if l, ok := h.(interface{ logTo(log *slog.Logger) }); ok && err == nil {
+		l.logTo(s.log)
+	}
+	return h, err
 }
 
 // secret is a key that all engines of a case have.
@@ -253,7 +292,8 @@ type seeded struct {
 func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result {
 	start := time.Now()
 	s.salt += c.ID
-	s.fresh = newHarness
+	s.log = cmp.Or(s.log, slog.New(slog.DiscardHandler)).With("case", c.ID)
+	s.fresh = func() (Harness, error) { return s.harness(newHarness) }
 	if c.budgeted {
 		s.deadline += s.budget
 	}
@@ -263,7 +303,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	before := takeSnapshot()
 	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad()}
 	defer rec.load.end()
-	h, err := newHarness()
+	h, err := s.fresh()
 	if err != nil {
 		rec.Errorf("start: %v", err)
 		return rec.result(c)
@@ -337,6 +377,8 @@ type recorder struct {
 	rule  string // that was broken; empty: the case's
 
 	transcript []string
+	allowed    string
+	excused    bool
 
 	mu     sync.Mutex
 	status Status
@@ -391,13 +433,20 @@ func (r *recorder) note(s Status, line string) {
 	r.log = append(r.log, line)
 }
 
-// broken says which rule a history broke, and how.
-func (r *recorder) broken(rule string, transcript, words []string) {
+// broken says which rule a history broke, what it allows, and how it was broken.
+func (r *recorder) broken(rule, allowed string, transcript, words []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !r.sealed {
-		r.rule, r.transcript, r.words = rule, transcript, words
+		r.rule, r.allowed, r.transcript, r.words = rule, allowed, transcript, words
 	}
+}
+
+// excuse lets the case be skipped where a profile requires it.
+func (r *recorder) excuse() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.excused = true
 }
 
 func (r *recorder) is(statuses ...Status) bool {
@@ -413,7 +462,10 @@ func (r *recorder) result(c Case) Result {
 	if r.more > 0 {
 		r.log = append(r.log, fmt.Sprintf("and %d messages more", r.more))
 	}
-	return Result{ID: c.ID, Rule: cmp.Or(r.rule, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, LastWords: r.words, Took: time.Since(r.start)}
+	return Result{
+		ID: c.ID, Rule: cmp.Or(r.rule, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
+		LastWords: r.words, Took: time.Since(r.start), excused: r.excused,
+	}
 }
 
 // stacks is where all goroutines are, cut to what a report can bear.

@@ -7,6 +7,7 @@ import (
 	"encoding/xml"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/docs"
 )
 
 // run runs one case of the test's own.
@@ -120,6 +122,111 @@ func TestHarnessFolder(t *testing.T) {
 	require.NoError(t, plain.Close())
 }
 
+// A config may have a name that is new in every case, and a relay to a server that the suite does not know.
+func TestNamesAndRelaysOfAConfig(t *testing.T) {
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, listener.Close()) }()
+	at := "@PROXY:" + listener.Addr().String() + "@"
+	newHarness := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "tcp://`+at+`/x", "b": "`+at+`", "name": "@UNIQUE@", "again": "@UNIQUE@"}`))
+	var config, second struct{ A, B, Name, Again string }
+	h, err := newHarness()
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(h.Config(), &config))
+	require.Equal(t, "tcp://"+config.B+"/x", config.A)
+	require.NotEqual(t, listener.Addr().String(), config.B)
+	require.Regexp(t, `^kvport[0-9a-f]{16}$`, config.Name)
+	require.Equal(t, config.Name, config.Again)
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", config.B)
+	require.NoError(t, err)
+	_, err = listener.Accept()
+	require.NoError(t, err, "the relay leads to the server")
+	require.NoError(t, conn.Close())
+	other, err := newHarness()
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(other.Config(), &second))
+	require.NotEqual(t, config.Name, second.Name)
+	require.NoError(t, other.Close())
+	require.NoError(t, h.Close())
+}
+
+// What is meant to be a relay and is none is an error, which needs nothing but the text; other text is left alone.
+func TestWordsOfAConfig(t *testing.T) {
+	for _, wrong := range []string{
+		"@PROXY:localhost@", "@PROXY:@", "@PROXY:localhost:1", "@PROXY@", "@PROXY::1@", "@PROXY:localhost:http@", "@PROXY:localhost:0@",
+		"@PROXY:localhost:1/@UNIQUE@", "@PROXY:localhost:65536@", "@PROXY:localhost:1@ @PROXY:",
+	} {
+		_, err := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "`+wrong+`", "b": 1}`))()
+		require.ErrorContains(t, err, ": want @PROXY:HOST:PORT@", wrong)
+		require.NotContains(t, err.Error(), `"b"`)
+	}
+	_, err := Proxied(json.RawMessage(`{"a": "@SERVER@", "b": "@PROXY:127.0.0.1:1@"}`))
+	require.ErrorContains(t, err, "cases would hurt only one of the servers")
+	for right, want := range map[string][]string{
+		"@SERVER@": nil, "p@PROXY1": nil, "PROXY:": nil, "@PROXY:h:1@,@PROXY:[::1]:2@,@PROXY:h:1@": {"h:1", "[::1]:2"},
+	} {
+		got, err := Proxied(json.RawMessage(`{"a": "` + right + `"}`))
+		require.NoError(t, err)
+		require.Equal(t, want, got, right)
+	}
+}
+
+// A server that the suite does not know is hurt on the way to it; what lies in it is nobody's to change.
+func TestAnotherServer(t *testing.T) {
+	body := func(t T, h Harness) {
+		r := newRig(t, h)
+		defer r.close()
+		redisCase("id", "RULE-01", "It works.", func(*rig, *server) {}).Run(t, h)
+	}
+	config := json.RawMessage(`{"a": "@PROXY:127.0.0.1:1@"}`)
+	plugin := connector.Plugin{Describe: func(context.Context, json.RawMessage) (connector.Info, error) {
+		return connector.Info{Name: "nothing"}, nil
+	}}
+	r := checkCase(t.Context(), Case{ID: "case", Run: body}, InProcess(plugin, config), settings{deadline: time.Minute})
+	o := Options{Profiles: []Profile{Remote}}
+	require.Equal(t, Skip, o.judge(Case{Profiles: []Profile{Remote}}, r).Status, r.Log)
+	r = checkCase(t.Context(), Case{ID: "case", Run: body}, InProcess(plugin, nil), settings{deadline: time.Minute})
+	require.Equal(t, Fail, o.judge(Case{Profiles: []Profile{Remote}}, r).Status, r.Log)
+
+	h, err := InProcess(plugin, config)()
+	require.NoError(t, err)
+	require.NoError(t, h.Close())
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, listener.Close()) }()
+	h, err = InProcess(plugin, json.RawMessage(`{"a": "@PROXY:`+listener.Addr().String()+`@"}`))()
+	require.NoError(t, err)
+	s := h.(*inProcess).remoteServer()
+	require.NoError(t, s.Pause())
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", s.relays[0].Address())
+	require.NoError(t, err)
+	_, err = conn.Write([]byte{7})
+	require.NoError(t, err)
+	behind, err := listener.Accept()
+	require.NoError(t, err)
+	require.NoError(t, behind.SetReadDeadline(time.Now().Add(50*time.Millisecond)))
+	_, err = behind.Read(make([]byte, 1))
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded, "nothing arrives")
+	require.NoError(t, s.Resume())
+	require.NoError(t, behind.SetReadDeadline(time.Time{}))
+	_, err = behind.Read(make([]byte, 1))
+	require.NoError(t, err)
+	require.NoError(t, errors.Join(conn.Close(), behind.Close(), h.Close()))
+}
+
+// Where no connection is cut, a case that is about cuts says nothing: with a server of the suite, all of whose bytes pass the relay, it has
+// failed, and with another, which may lead connectors elsewhere, it does not apply.
+func TestNothingIsCut(t *testing.T) {
+	for address, want := range map[string]Status{"@SERVER@": Fail, "@PROXY:127.0.0.1:1@": Skip} {
+		config := json.RawMessage(`{"address": "` + address + `"}`)
+		o := Options{Profiles: []Profile{Remote}, Only: []string{"remote-cut-load", "remote-cut-save"}}
+		for _, r := range Check(t.Context(), InProcess(keeper(&values{}, true), config), o) {
+			require.Equal(t, want, r.Status, r.ID)
+			require.Contains(t, r.Log[0], "no connection was cut")
+		}
+	}
+}
+
 func TestHarnessThatCannotStart(t *testing.T) {
 	rs := Check(t.Context(), func() (Harness, error) { return nil, errors.New("no room") }, Options{Only: []string{"probe", "computed"}})
 	require.Len(t, rs, 2)
@@ -207,9 +314,10 @@ func TestWriteTextOfARun(t *testing.T) {
 	results[1].LastWords = []string{"the plugin's process 7 ended by itself: exit status 2; the last lines of its standard error:", "  panic: ouch"}
 	results[2].Status, results[2].Again = Inconclusive, true
 	var b bytes.Buffer
+	results[0].Left = 83*time.Second + 400*time.Millisecond
 	require.NoError(t, WriteText(&b, results))
-	require.Equal(t, ` 1/12  pass  WORK-01     a                     One.
- 2/12  fail  WORK-02     b                     Two.
+	require.Equal(t, ` 1/12  1m23s left   pass  WORK-01     a                     One.
+ 2/12               fail  WORK-02     b                     Two.
       a line
       a line
       a line
@@ -218,12 +326,17 @@ func TestWriteTextOfARun(t *testing.T) {
       ... and 4 lines more, see --format json
       the plugin's process 7 ended by itself: exit status 2; the last lines of its standard error:
         panic: ouch
- 3/12  inconclusive  HOLD-01     c                     Three.
+ 3/12               inconclusive  HOLD-01     c                     Three.
       not offered
       it will run again when the other cases have ended
 These did not pass:
-      WORK-02     b                     a line
-      HOLD-01     c                     not offered
+fail  WORK-02     b                     Two.
+        came:     a line
+        rule:     A Load that cannot get some blocks names exactly those in a BlockError, and fills all others, also those whose key comes twice.
+        look at:  returning one error for a whole transfer if only one block is missing
+inconclusive  HOLD-01     c                     Three.
+        came:     not offered
+        rule:     Finish answers every Ended, in order; a request that no consumer was announced for, or that has no blocks, is not held.
 1 passed, 1 failed, 0 skipped, 1 inconclusive
 `, b.String())
 	b.Reset()
@@ -353,9 +466,66 @@ fail  WORK-02     b                     Two.
       line 3
 skip  HOLD-01     c                     Three. (not offered)
 These did not pass:
-      WORK-02     b                     line <1>
+fail  WORK-02     b                     Two.
+        came:     line <1>
+        rule:     A Load that cannot get some blocks names exactly those in a BlockError, and fills all others, also those whose key comes twice.
+        look at:  returning one error for a whole transfer if only one block is missing
 1 passed, 1 failed, 1 skipped
 `, b.String())
+}
+
+// What a specific rule says comes before what a broad one says, and a random history has what would have been right.
+func TestSummary(t *testing.T) {
+	var b bytes.Buffer
+	require.NoError(t, WriteSummary(&b, []Result{
+		{ID: "round-trip", Rule: "WORK-01", Text: "One.", Status: Fail, Log: []string{"it differs"}},
+		{ID: "doubtful", Rule: "KEY-05", Text: "Three.", Status: Inconclusive, Log: []string{"it was late"}},
+		{ID: "hold-order", Rule: "WORK-02", Text: "Four.", Status: Fail, Log: []string{"not offered", "profile power requires this case"}, required: "profile power requires this case"},
+		{ID: "random", Rule: "STORE-06", Text: "Two.", Status: Fail, Log: []string{"STORE-06: a load gives b1 bytes that are not stored any more"}, Allowed: "the bytes of b1'"},
+		{ID: "remote-full", Status: Skip, Log: []string{"the config names no server"}, excused: true},
+		{ID: "hold-waits", Status: Skip, Log: []string{"not offered"}},
+		{ID: "other", Status: Skip, Log: []string{"there is no disk"}, excused: true},
+		{ID: "remote-busy", Status: Skip, Log: []string{"the config names no server"}, excused: true},
+	}))
+	require.Equal(t, `These did not pass:
+fail  WORK-02     hold-order            Four.
+        came:     not offered
+        allowed:  a pass: profile power requires this case
+        look at:  what the connector offers, its config, or leave out the profile
+fail  STORE-06    random                Two.
+        came:     a load gives b1 bytes that are not stored any more
+        allowed:  the bytes of b1'
+        rule:     A Save with Replace overwrites what is stored with the blocks.
+fail  WORK-01     round-trip            One.
+        came:     it differs
+        rule:     What one engine saved another loads, byte for byte, as far as the connector's Scope reaches.
+inconclusive  KEY-05      doubtful              Three.
+        came:     it was late
+        rule:     `+docs.Rule("KEY-05")+`
+These did not run, since the config names no server: remote-full, remote-busy
+These did not run, since there is no disk: other
+0 passed, 3 failed, 4 skipped, 1 inconclusive
+`, b.String())
+	require.True(t, slices.IsSortedFunc(broadRules(), func(x, y string) int { return breadth(x) - breadth(y) }))
+	for _, rule := range broadRules() {
+		require.NotEmpty(t, docs.Rule(rule), rule)
+	}
+}
+
+// The estimate of what is left counts the budgets of cases that have one.
+func TestTimeLeft(t *testing.T) {
+	c := checker{settings: settings{budget: time.Minute}, ran: 2, took: 4 * time.Second}
+	c.all = []Case{{}, {}, {}, {budgeted: true}}
+	c.results = make([]Result, 1)
+	require.Equal(t, time.Minute+2*time.Second, c.left())
+	c.results = make([]Result, 4)
+	require.Zero(t, c.left())
+	c.ran, c.results = 0, make([]Result, 1)
+	require.Zero(t, c.left(), "how long a case takes is not known")
+	c.results = make([]Result, 2)
+	require.Equal(t, time.Minute, c.left(), "budgets are known")
+	c.FailFast, c.failed = true, true
+	require.Zero(t, c.left())
 }
 
 func TestWriteJSON(t *testing.T) {

@@ -3,12 +3,19 @@ package conformance
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
+	"regexp"
+	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/kvport/kvport/conformance/relay"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
 )
@@ -87,11 +94,45 @@ const placeholder, shellPlaceholder = "@TMP@", "${TMP}"
 // front of it, and a file with the password that it requires.
 const serverPlaceholder, passwordPlaceholder = "@SERVER@", "@PASSWORD_FILE@"
 
+// uniquePlaceholder stands for a name that is new in every case: of a bucket, a table, or the keys in a server that cases share.
+const uniquePlaceholder = "@UNIQUE@"
+
+// proxied stands for the address of a relay in front of the server whose address it names, so that cases can hurt the way to it; proxyMark
+// is where one begins, or what is meant to be one.
+var (
+	proxied   = regexp.MustCompile(`^@PROXY:([^@"]+)@`)
+	proxyMark = regexp.MustCompile(`@PROXY[:@]`)
+)
+
+// Proxied gives the addresses, HOST:PORT, of the servers to which a config has relays, each once. It looks at the text alone: the error says
+// which of the words that Makers replace cannot be replaced.
+func Proxied(config json.RawMessage) (addresses []string, err error) {
+	for _, at := range proxyMark.FindAllIndex(config, -1) {
+		m := proxied.FindSubmatch(config[at[0]:])
+		if m == nil {
+			word, _, _ := bytes.Cut(config[at[0]:], []byte{'"'})
+			return nil, fmt.Errorf("%s: want @PROXY:HOST:PORT@", word)
+		}
+		host, port, err := net.SplitHostPort(string(m[1]))
+		if n, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil || n == 0 || host == "" {
+			return nil, fmt.Errorf("%s: want @PROXY:HOST:PORT@", m[0])
+		}
+		if address := string(m[1]); !slices.Contains(addresses, address) {
+			addresses = append(addresses, address)
+		}
+	}
+	if len(addresses) > 0 && bytes.Contains(config, []byte(serverPlaceholder)) {
+		return nil, errors.New("the config has @SERVER@ and @PROXY:HOST:PORT@: cases would hurt only one of the servers")
+	}
+	return addresses, nil
+}
+
 // base is what all harnesses share: the config, its folder and its server.
 type base struct {
-	config json.RawMessage
-	dir    string // "" when the config has no placeholder
-	server *server
+	config  json.RawMessage
+	dir     string // "" when the config has no placeholder
+	server  *server
+	proxies relays
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -100,6 +141,10 @@ func newBase(config json.RawMessage) (base, error) {
 	}
 	text := strings.ReplaceAll(string(config), shellPlaceholder, placeholder)
 	var b base
+	servers, err := Proxied(json.RawMessage(text))
+	if err != nil {
+		return b, err
+	}
 	if strings.Contains(text, placeholder) {
 		dir, err := os.MkdirTemp("", "kvport-conform-")
 		if err != nil {
@@ -114,9 +159,20 @@ func newBase(config json.RawMessage) (base, error) {
 			return b, errors.Join(fmt.Errorf("server for the config: %w", err), b.Close())
 		}
 		b.server = s
-		text = strings.ReplaceAll(text, serverPlaceholder, s.relay.Address())
+		text = strings.ReplaceAll(text, serverPlaceholder, s.relays[0].Address())
 		text = strings.ReplaceAll(text, passwordPlaceholder, inQuotes(s.passwordFile()))
 	}
+	for _, address := range servers {
+		r, err := relay.New(address, 0)
+		if err != nil {
+			return b, errors.Join(fmt.Errorf("relay for the config: %w", err), b.Close())
+		}
+		b.proxies = append(b.proxies, r)
+		text = strings.ReplaceAll(text, "@PROXY:"+address+"@", r.Address())
+	}
+	name := make([]byte, 8)
+	_, _ = rand.Read(name) // never fails
+	text = strings.ReplaceAll(text, uniquePlaceholder, "kvport"+hex.EncodeToString(name))
 	b.config = json.RawMessage(text)
 	return b, nil
 }
@@ -139,6 +195,9 @@ func (b base) Folder() string { return b.dir }
 // Close implements Harness.
 func (b base) Close() error {
 	var errs []error
+	for _, r := range b.proxies {
+		errs = append(errs, r.Close())
+	}
 	if b.server != nil {
 		errs = append(errs, b.server.close())
 	}
@@ -148,11 +207,17 @@ func (b base) Close() error {
 	return errors.Join(errs...)
 }
 
-// remoteServer is the server of the config; nil when it names none.
-func (b base) remoteServer() *server { return b.server }
+// remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.
+func (b base) remoteServer() *server {
+	if b.server == nil && len(b.proxies) > 0 {
+		return &server{relays: b.proxies}
+	}
+	return b.server
+}
 
 // InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
-// for a new folder that each case gets.
+// for a new folder that each case gets, @UNIQUE@ for a new name, @PROXY:HOST:PORT@ for the address of a relay to that server, and
+// @SERVER@ for that of a new Redis server.
 func InProcess(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)

@@ -176,6 +176,16 @@ func (r *rig) overdue(since time.Time, format string, args ...any) {
 	r.Errorf(format, args...)
 }
 
+// unfit ends the case as one that asks for something which the machine or the config does not have: it is skipped, also where a profile
+// requires it.
+func (r *rig) unfit(why string) {
+	r.Helper()
+	if rec, ok := r.T.(*recorder); ok {
+		rec.excuse()
+	}
+	r.Skipf("%s", why)
+}
+
 // inconclusive ends the case without a verdict.
 func (r *rig) inconclusive(format string, args ...any) {
 	r.Helper()

@@ -308,6 +308,6 @@ func (t *theatre) tell(h *model.History, f *failure, note string) {
 		t.Errorf("%s", text.String())
 		return
 	}
-	rec.broken(f.violation.Rule, transcript, f.words)
+	rec.broken(f.violation.Rule, model.Allows(h, f.violation), transcript, f.words)
 	t.Errorf("%s", text.String())
 }

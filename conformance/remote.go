@@ -37,7 +37,7 @@ func closeRegions(rs []*host.Region) error {
 }
 
 // Wire runs the connector in this process, but behind the protocol: everything but the process
-// boundary is as in production. For @TMP@ see InProcess.
+// boundary is as in production. For the words of the config see InProcess.
 func Wire(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)
@@ -150,7 +150,7 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 }
 
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
-// does. For @TMP@ see InProcess.
+// does. For the words of the config see InProcess.
 func Binary(path string, config json.RawMessage) Maker {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs // a bare name means a file here, not one on PATH
@@ -195,6 +195,7 @@ type process struct {
 	path       string
 	manifest   func() (*host.Manifest, error)
 	trampoline string // empty: no sandbox
+	log        *slog.Logger
 
 	mu      sync.Mutex
 	running []*startedProcess
@@ -208,6 +209,9 @@ type startedProcess struct {
 
 // Manifest implements Manifester.
 func (h *process) Manifest(context.Context) (*host.Manifest, error) { return h.manifest() }
+
+// logTo has what the processes log, and write to standard error, written to the log of a run.
+func (h *process) logTo(log *slog.Logger) { h.log = log }
 
 // Program implements Runner.
 func (h *process) Program() string { return h.path }
@@ -226,7 +230,10 @@ func (h *process) Start(ctx context.Context, ranks int, size int64) (*Instance, 
 }
 
 func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.Manifest) (*Instance, error) {
-	lines := &lineCounter{}
+	lines := &lineCounter{count: new(atomic.Int64)}
+	if h.log != nil {
+		lines.next = h.log.Handler()
+	}
 	box, err := h.sandbox(manifest)
 	if err != nil {
 		return nil, err
@@ -305,20 +312,40 @@ func (h *process) Close() error {
 	return h.base.Close()
 }
 
-// lineCounter is a slog.Handler that counts what an operator would see.
-type lineCounter struct{ count atomic.Int64 }
+// lineCounter is a slog.Handler that counts what an operator would see, and passes everything on.
+type lineCounter struct {
+	count *atomic.Int64
+	next  slog.Handler // nil: there is none
+}
 
 // Enabled implements slog.Handler.
-func (c *lineCounter) Enabled(_ context.Context, l slog.Level) bool { return l >= slog.LevelInfo }
+func (c *lineCounter) Enabled(ctx context.Context, l slog.Level) bool {
+	return l >= slog.LevelInfo || c.next != nil && c.next.Enabled(ctx, l)
+}
 
 // Handle implements slog.Handler.
-func (c *lineCounter) Handle(context.Context, slog.Record) error {
-	c.count.Add(1)
-	return nil
+func (c *lineCounter) Handle(ctx context.Context, r slog.Record) error {
+	if r.Level >= slog.LevelInfo {
+		c.count.Add(1)
+	}
+	if c.next == nil || !c.next.Enabled(ctx, r.Level) {
+		return nil
+	}
+	return c.next.Handle(ctx, r)
 }
 
 // WithAttrs implements slog.Handler.
-func (c *lineCounter) WithAttrs([]slog.Attr) slog.Handler { return c }
+func (c *lineCounter) WithAttrs(attrs []slog.Attr) slog.Handler {
+	if c.next == nil {
+		return c
+	}
+	return &lineCounter{c.count, c.next.WithAttrs(attrs)}
+}
 
 // WithGroup implements slog.Handler.
-func (c *lineCounter) WithGroup(string) slog.Handler { return c }
+func (c *lineCounter) WithGroup(name string) slog.Handler {
+	if c.next == nil {
+		return c
+	}
+	return &lineCounter{c.count, c.next.WithGroup(name)}
+}

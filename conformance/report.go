@@ -1,12 +1,16 @@
 package conformance
 
 import (
+	"cmp"
 	"encoding/json"
 	"encoding/xml"
 	"fmt"
 	"io"
 	"slices"
 	"strings"
+	"time"
+
+	"github.com/kvport/kvport/docs"
 )
 
 // textLines is how many lines of what a case says WriteCase shows, and wordsLines how many of a dead process.
@@ -28,7 +32,7 @@ func WriteCase(w io.Writer, r Result) error {
 	var b strings.Builder
 	if r.Of > 0 {
 		of := fmt.Sprint(r.Of)
-		fmt.Fprintf(&b, "%*d/%s  ", len(of), r.Number, of)
+		fmt.Fprintf(&b, "%*d/%s  %-11s  ", len(of), r.Number, of, timeLeft(r.Left))
 	}
 	fmt.Fprintf(&b, "%-4s  %-10s  %-20s  %s", r.Status, r.Rule, r.ID, r.Text)
 	if r.Status == Skip && len(r.Log) == 1 { // most are of powers that the connector does not have
@@ -60,32 +64,104 @@ func writeLines(b *strings.Builder, messages []string, most int) {
 	}
 }
 
-// WriteSummary writes for people which cases failed or were inconclusive, a line each without its status, and how
-// many there were of each status.
+// timeLeft says for people how long the rest of a run takes; empty if that is not known, or nothing is left.
+func timeLeft(d time.Duration) string {
+	if d < time.Second {
+		return ""
+	}
+	return d.Round(time.Second).String() + " left"
+}
+
+// broadRules are those that a connector with any serious fault breaks as well, the broadest last.
+func broadRules() []string {
+	return []string{"FAULT-01", "WORK-05", "STORE-01", "WORK-01", "WORK-07", "OPEN-01"}
+}
+
+// breadth orders rules from the specific to the broad, because a specific rule names the fault better.
+func breadth(rule string) int { return slices.Index(broadRules(), rule) }
+
+// WriteSummary writes for people what failed or was inconclusive, what failed first, the most specific rule first and in five lines at most
+// for each case; which cases did not run although a profile asks for them; and how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
 	var b strings.Builder
 	count := map[Status]int{}
+	var wrong []Result
 	for _, r := range results {
 		count[r.Status]++
 		if r.Status == Fail || r.Status == Inconclusive {
-			why := ""
-			if len(r.Log) > 0 {
-				why, _, _ = strings.Cut(r.Log[0], "\n")
-			}
-			fmt.Fprintf(&b, "      %-10s  %-20s  %s\n", r.Rule, r.ID, why)
+			wrong = append(wrong, r)
 		}
 	}
-	list := b.String()
-	b.Reset()
-	if list != "" && len(results) > 1 { // of one alone it stands just above
-		b.WriteString("These did not pass:\n" + list)
+	slices.SortStableFunc(wrong, func(x, y Result) int {
+		return cmp.Or(cmp.Compare(doubt(x), doubt(y)), breadth(x.Rule)-breadth(y.Rule))
+	})
+	if len(wrong) > 0 {
+		b.WriteString("These did not pass:\n")
 	}
+	for _, r := range wrong {
+		writeWrong(&b, r)
+	}
+	writeExcused(&b, results)
 	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])
 	if n := count[Inconclusive]; n > 0 {
 		fmt.Fprintf(&b, ", %d inconclusive", n)
 	}
 	_, err := io.WriteString(w, b.String()+"\n")
 	return err
+}
+
+// writeExcused names the cases that the machine or the config kept from running, so that nobody takes them for passed.
+func writeExcused(b *strings.Builder, results []Result) {
+	var reasons []string
+	cases := map[string][]string{}
+	for _, r := range results {
+		if r.Status != Skip || !r.excused {
+			continue
+		}
+		reason := strings.Join(r.Log, "; ")
+		if cases[reason] == nil {
+			reasons = append(reasons, reason)
+		}
+		cases[reason] = append(cases[reason], r.ID)
+	}
+	for _, reason := range reasons {
+		fmt.Fprintf(b, "These did not run, since %s: %s\n", reason, strings.Join(cases[reason], ", "))
+	}
+}
+
+// doubt orders what failed before what is inconclusive.
+func doubt(r Result) int {
+	if r.Status == Inconclusive {
+		return 1
+	}
+	return 0
+}
+
+// writeWrong tells about a case that did not pass what was done, what came, what was allowed, the rule, and what to look at.
+func writeWrong(b *strings.Builder, r Result) {
+	fmt.Fprintf(b, "%-4s  %-10s  %-20s  %s\n", r.Status, r.Rule, r.ID, r.Text)
+	line := func(what, text string) {
+		text, _, _ = strings.Cut(text, "\n")
+		if text != "" {
+			fmt.Fprintf(b, "        %-9s %s\n", what, text)
+		}
+	}
+	if r.required != "" { // it did not run, so that no mistake can be named
+		line("came:", r.Log[0])
+		line("allowed:", "a pass: "+r.required)
+		line("look at:", "what the connector offers, its config, or leave out the profile")
+		return
+	}
+	if len(r.Log) > 0 {
+		line("came:", strings.TrimPrefix(r.Log[0], r.Rule+": "))
+	}
+	line("allowed:", r.Allowed)
+	if rule := docs.Rule(r.Rule); rule != r.Text {
+		line("rule:", rule)
+	}
+	if r.Status == Fail {
+		line("look at:", strings.Join(docs.Mistakes(r.Rule), "; "))
+	}
 }
 
 // WriteJSON writes results as JSON Lines with id, rule, status and log; with the number of the case among so
@@ -99,10 +175,11 @@ func WriteJSON(w io.Writer, results []Result) error {
 			Status    Status   `json:"status"`
 			Log       []string `json:"log"`
 			History   []string `json:"history,omitempty"`
+			Allowed   string   `json:"allowed,omitempty"`
 			LastWords []string `json:"last_words,omitempty"`
 			Number    int      `json:"n,omitempty"`
 			Of        int      `json:"of,omitempty"`
-		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.Transcript, r.LastWords, r.Number, r.Of}
+		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.Transcript, r.Allowed, r.LastWords, r.Number, r.Of}
 		if err := enc.Encode(row); err != nil {
 			return err
 		}

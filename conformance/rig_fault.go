@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -263,7 +264,7 @@ func (r *rig) recovery() time.Duration { return cmp.Or(r.settings.deadline, defa
 
 // logged counts the lines that the connector logs from now on.
 func (e *engine) logged() func() int64 {
-	lines := &lineCounter{}
+	lines := &lineCounter{count: new(atomic.Int64), next: e.settings.log.Handler()}
 	e.env.Log = slog.New(lines)
 	return func() int64 {
 		n := lines.count.Load()

@@ -22,7 +22,8 @@ const (
 	CanLayers                         // LayerWorker
 	CanLease                          // Leaser
 	CanReshape                        // Reshaper
-	CanPlace                          // Placer
+
+	CanPlace Capability = 1 << 9 // Placer; the bit before is for loads layer by layer
 )
 
 // Power is one optional interface.

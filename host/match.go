@@ -37,7 +37,9 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
 	patience := h.cfg.Settings.Deadlines.Match
 	if q.Request == "" {
-		return h.probe(q, patience)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		return h.Probe(ctx, q)
 	}
 	h.mu.Lock()
 	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
@@ -91,8 +93,9 @@ func (h *Host) take(q *connector.Query, e *ticket.Envelope) (reason string, err 
 	return "", nil
 }
 
-// probe answers a query that belongs to no request and leaves no trace.
-func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match {
+// Probe answers a query that belongs to no request and leaves no trace. It is Later if ctx or the plugin ends
+// first: whoever asks again waits for a new answer. After the Later deadline it is a miss. The caller keeps q.Keys.
+func (h *Host) Probe(ctx context.Context, q connector.Query) connector.Match {
 	q.Keys, q.Ticket = slices.Clone(q.Keys), nil
 	answer := make(chan connector.Match, 1)
 	h.mu.Lock()
@@ -100,26 +103,27 @@ func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match 
 		h.mu.Unlock()
 		return connector.Match{}
 	}
+	g := h.gen
+	h.mu.Unlock()
 	if m, ok := h.matchPlaced(&q); ok {
-		h.mu.Unlock()
 		return m
 	}
-	h.gen.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
+	g.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
 		if err != nil || m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
 			m = connector.Match{}
 		}
 		answer <- m
 	}}})
-	h.mu.Unlock()
 	select {
 	case m := <-answer:
 		return m
-	case <-time.After(patience):
-		return connector.Match{Later: true}
+	case <-g.proc.Done():
+	case <-ctx.Done():
 	}
+	return connector.Match{Later: true}
 }
 
-// startAsk sends a query to the scheduler side. The caller holds mu.
+// startAsk has a query answered: from what is placed, or by the scheduler side. The caller holds mu.
 func (h *Host) startAsk(a *tracker.Ask) {
 	id, request := a.ID, a.Query.Request
 	answer := func(m connector.Match, err error) {
@@ -131,11 +135,18 @@ func (h *Host) startAsk(a *tracker.Ask) {
 			h.waiter = nil
 		}
 	}
-	if m, ok := h.matchPlaced(&a.Query); ok {
-		h.gen.work.Go(func() { answer(m, nil) })
+	g, ask := h.gen, &askJob{query: a.Query, answer: answer}
+	if !h.place.open() {
+		g.enqueue(job{ask: ask})
 		return
 	}
-	h.gen.enqueue(job{ask: &askJob{query: a.Query, answer: answer}})
+	g.work.Go(func() { // a long prompt has many keys to look for, and nobody waits for mu meanwhile
+		if m, ok := h.matchPlaced(&ask.query); ok {
+			answer(m, nil)
+			return
+		}
+		g.enqueue(job{ask: ask})
+	})
 }
 
 // matchPlaced answers a query without the plugin, if all of it is resident.

@@ -3,6 +3,7 @@ package host
 import (
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -24,7 +25,8 @@ type placement struct {
 	host   *place.Host  // nil: nothing is placed
 	first  *byte        // of the arena
 	kv     *connector.KV
-	paused bool // a reset is on its way
+
+	paused atomic.Bool // a reset is on its way
 
 	usedMu sync.Mutex
 	used   []uint32 // slots that were read, for the next save to tell
@@ -36,8 +38,8 @@ const (
 	mostTold    = 1 << 12 // slots that one save tells
 )
 
-// open prepares the arena for the next life of the plugin. nil: it is not placed.
-func (p *placement) open(arena []byte) (*connector.Placement, error) {
+// reopen prepares the arena for the next life of the plugin. nil: it is not placed.
+func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
 	if p == nil || len(arena) == 0 {
 		return nil, nil
 	}
@@ -54,7 +56,7 @@ func (p *placement) open(arena []byte) (*connector.Placement, error) {
 		p.host = nil
 		return nil, err
 	}
-	p.paused = false
+	p.paused.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
 	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
 }
@@ -109,22 +111,28 @@ func (p *placement) close() {
 	p.host, p.kv = nil, nil
 }
 
-// pause forgets everything until resume: what the plugin has is being reset (rule PLACE-24).
-func (p *placement) pause() { p.setPaused(true) }
+// pause forgets everything until resume: what the plugin has is being reset (rule PLACE-24). It does not wait for loads.
+func (p *placement) pause() {
+	if p != nil {
+		p.paused.Store(true)
+		p.forget()
+	}
+}
 
 // resume ends pause. What was said meanwhile is not believed.
-func (p *placement) resume() { p.setPaused(false) }
-
-func (p *placement) setPaused(yes bool) {
-	if p == nil {
-		return
+func (p *placement) resume() {
+	if p != nil {
+		p.forget()
+		p.paused.Store(false)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+}
+
+func (p *placement) forget() {
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	if p.host != nil {
 		p.host.Forget()
 	}
-	p.paused = yes
 }
 
 // enter lets a reader in; leave follows if it is true.
@@ -133,11 +141,20 @@ func (p *placement) enter() bool {
 		return false
 	}
 	p.mu.RLock()
-	if p.host == nil || p.paused {
+	if p.host == nil || p.paused.Load() {
 		p.mu.RUnlock()
 		return false
 	}
 	return true
+}
+
+// open says whether anything may be found.
+func (p *placement) open() bool {
+	in := p.enter()
+	if in {
+		p.leave()
+	}
+	return in
 }
 
 func (p *placement) leave() { p.mu.RUnlock() }

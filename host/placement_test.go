@@ -54,7 +54,7 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 // life opens the next life of the plugin.
 func (r *placedRig) life() (found int) {
 	var err error
-	r.env, err = r.p.open(r.arena)
+	r.env, err = r.p.reopen(r.arena)
 	require.NoError(r, err)
 	require.NotNil(r, r.env)
 	g := place.Geometry{Slots: r.env.Slots, SlotBytes: r.env.SlotBytes}

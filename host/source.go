@@ -161,7 +161,7 @@ func (s *source) openPlacement() {
 		return
 	}
 	var err error
-	if s.placed, err = s.place.open(s.arena.Bytes()); err != nil && !errors.Is(err, place.ErrUnsupported) {
+	if s.placed, err = s.place.reopen(s.arena.Bytes()); err != nil && !errors.Is(err, place.ErrUnsupported) {
 		s.log.Warn("blocks are not placed, each is matched and loaded by a call of the plugin", "connector", s.info.Name, "error", err)
 	}
 }

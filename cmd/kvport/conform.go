@@ -7,6 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"net"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -28,6 +31,7 @@ type conformFlags struct {
 	list     bool
 	timeout  time.Duration
 	failFast bool
+	log      string
 	sandbox  bool
 }
 
@@ -53,11 +57,12 @@ func newConform() *cobra.Command {
 		},
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; @TMP@ in it becomes a fresh folder in every case")
-	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated: "+joined(conformance.Profiles(), ", "))
+	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; @TMP@ in it becomes a fresh folder in every case, @UNIQUE@ a fresh name, @PROXY:HOST:PORT@ a relay to that server")
+	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; one or more of "+joined(conformance.Profiles(), ", ")+"; or auto: those that fit the plugin")
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit (at the end)")
 	flags.DurationVar(&f.timeout, "timeout", 0, "end the run after this time, such as 10m, with the results so far and exit code 1; 0: never")
 	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
+	flags.StringVar(&f.log, "log", "", "write what the plugin logs, and what it writes to standard error, to this file, each line with its case")
 	flags.BoolVar(&f.sandbox, "sandbox", false, "run the plugin in the sandbox that it has at trust level staged")
 	flags.StringSliceVar(&f.only, "case", nil, "run these cases only; may be repeated")
 	flags.BoolVar(&f.list, "list", false, "list the cases, those of --profile if it is given, and run none")
@@ -71,6 +76,9 @@ func (f *conformFlags) writeCases(cmd *cobra.Command) error {
 	profiles, err := f.parseProfiles()
 	if err != nil {
 		return err
+	}
+	if slices.Contains(f.profiles, auto) {
+		return errors.New("--list runs no plugin, so --profile auto has nothing to look at: leave out one of them")
 	}
 	if !cmd.Flags().Changed("profile") {
 		profiles = conformance.Profiles()
@@ -93,6 +101,9 @@ func (f *conformFlags) writeCases(cmd *cobra.Command) error {
 func (f *conformFlags) parseProfiles() ([]conformance.Profile, error) {
 	var profiles []conformance.Profile
 	for _, name := range f.profiles {
+		if name == auto {
+			continue
+		}
 		p, err := conformance.ParseProfile(name)
 		if err != nil {
 			return nil, fmt.Errorf("--profile: %w", err)
@@ -101,6 +112,9 @@ func (f *conformFlags) parseProfiles() ([]conformance.Profile, error) {
 	}
 	return profiles, nil
 }
+
+// auto is what --profile is for the profiles that fit the plugin.
+const auto = "auto"
 
 // checkOnly refuses a name in --case that no case has.
 func (f *conformFlags) checkOnly(cmd *cobra.Command) error {
@@ -123,24 +137,32 @@ func joined(profiles []conformance.Profile, separator string) string {
 	return strings.Join(names, separator)
 }
 
-func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
+// checkFlags refuses what makes no sense, and gives the profiles that are named.
+func (f *conformFlags) checkFlags(cmd *cobra.Command) ([]conformance.Profile, error) {
 	if !slices.Contains([]string{"text", "json", "junit"}, f.format) {
-		return fmt.Errorf("--format is %q, want text, json or junit", f.format)
+		return nil, fmt.Errorf("--format is %q, want text, json or junit", f.format)
 	}
-	profiles, err := f.parseProfiles()
-	if err == nil {
-		err = f.checkOnly(cmd)
+	if f.timeout < 0 {
+		return nil, fmt.Errorf("--timeout is %v, want 0 (none) or more", f.timeout)
 	}
+	if f.budget <= 0 {
+		return nil, fmt.Errorf("--budget is %v, want more than 0", f.budget)
+	}
+	if err := f.checkOnly(cmd); err != nil {
+		return nil, err
+	}
+	return f.parseProfiles()
+}
+
+func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
+	profiles, err := f.checkFlags(cmd)
 	if err != nil {
 		return err
 	}
-	if f.timeout < 0 {
-		return fmt.Errorf("--timeout is %v, want 0 (none) or more", f.timeout)
-	}
-	if f.budget <= 0 {
-		return fmt.Errorf("--budget is %v, want more than 0", f.budget)
-	}
 	config, err := readObject(f.config)
+	if err == nil {
+		err = reachable(cmd.Context(), config)
+	}
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
 	}
@@ -158,7 +180,60 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if f.sandbox {
 		plugin = conformance.Sandboxed(plugin, host.Self)
 	}
-	return f.check(cmd, manifest.Name, plugin, options)
+	if f.log == "" {
+		return f.check(cmd, manifest.Name, plugin, options)
+	}
+	log, err := os.OpenFile(f.log, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
+	if err != nil {
+		return fmt.Errorf("--log: %w", err)
+	}
+	options.Log = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	err = f.check(cmd, manifest.Name, plugin, options)
+	if closed := log.Close(); closed != nil && err == nil {
+		return fail(fmt.Errorf("--log: %w", closed))
+	}
+	return err
+}
+
+// reachable reports what is wrong with the servers to which a config has relays: each case would accuse the plugin of that.
+func reachable(ctx context.Context, config json.RawMessage) error {
+	servers, err := conformance.Proxied(config)
+	if err != nil {
+		return err
+	}
+	for _, address := range servers {
+		conn, err := (&net.Dialer{Timeout: 10 * time.Second}).DialContext(ctx, "tcp", address)
+		if err != nil {
+			return fmt.Errorf("@PROXY:%s@: no server is there: %w", address, err)
+		}
+		if err := conn.Close(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// suggest adds the profiles that fit the plugin, for --profile auto, and says which.
+func (f *conformFlags) suggest(ctx context.Context, errs io.Writer, plugin conformance.Maker, o *conformance.Options) error {
+	if !slices.Contains(f.profiles, auto) {
+		return nil
+	}
+	fit, notes, err := conformance.Suggest(ctx, plugin, *o)
+	if err != nil {
+		return fmt.Errorf("--profile auto: the trial of the plugin: %w", err)
+	}
+	for _, p := range fit {
+		if !slices.Contains(o.Profiles, p) {
+			o.Profiles = append(o.Profiles, p)
+		}
+	}
+	for _, note := range notes {
+		if _, err := fmt.Fprintf(errs, "--profile auto: %s\n", note); err != nil {
+			return err
+		}
+	}
+	_, err = fmt.Fprintf(errs, "profiles: %s\n", joined(o.Profiles, ","))
+	return err
 }
 
 // errTimeout ends a run that took longer than --timeout.
@@ -171,6 +246,14 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, errTimeout)
 	}
 	defer cancel()
+	switch err := f.suggest(ctx, cmd.ErrOrStderr(), plugin, &o); {
+	case errors.Is(err, errTimeout):
+		return fail(fmt.Errorf("--timeout of %v is over: no case ran", f.timeout))
+	case err != nil && ctx.Err() != nil:
+		return fail(errors.New("interrupted: no case ran"))
+	case err != nil:
+		return fail(err)
+	}
 	w := cmd.OutOrStdout()
 	var broken error // writing failed
 	cases := 0
@@ -199,7 +282,7 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 }
 
 // errInconclusive ends a run in which nothing failed and the machine kept cases from a verdict.
-var errInconclusive = errors.New("cases stayed inconclusive: run them again on a machine that does less")
+var errInconclusive = fmt.Errorf("cases stayed %w", conformance.ErrInconclusive)
 
 // writeCase writes what can be written of a case as it ends.
 func (f *conformFlags) writeCase(w io.Writer, r conformance.Result) error {

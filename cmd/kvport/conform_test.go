@@ -10,15 +10,19 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/sdk"
 )
 
@@ -102,6 +106,51 @@ func TestConformJUnit(t *testing.T) {
 	require.Len(t, suite.Cases, suite.Tests)
 }
 
+// --profile auto says what it has chosen, and --log has the plugin's lines beside their case.
+func TestConformAuto(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "log")
+	out, errs, code := conform(t, "--profile", "auto", "--case", "round-trip,unknown-field", "--log", file)
+	require.Zero(t, code, out)
+	require.Equal(t, "profiles: store,lifecycle,multirank,fault\n", errs)
+	log, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Contains(t, string(log), "case=round-trip")
+	require.Contains(t, string(log), "case=unknown-field")
+	for _, args := range [][]string{{"--log", filepath.Join(file, "x")}, {"--profile", "autos"}, {"--profile", "auto", "--config", `{"dirs":1}`}} {
+		out, errs, code := conform(t, args...)
+		require.NotZero(t, code, out)
+		require.Contains(t, errs, args[0])
+	}
+}
+
+// A config whose words cannot be replaced, or whose server is away, is no fault of the plugin: no case runs. A machine without a Redis
+// server fails just the cases that need one.
+func TestConformServers(t *testing.T) {
+	t.Parallel()
+	away, err := machine.FreePort(t.Context())
+	require.NoError(t, err)
+	for word, want := range map[string]string{
+		"@PROXY:localhost@":              "want @PROXY:HOST:PORT@",
+		"@PROXY:127.0.0.1:" + away + "@": "no server is there",
+	} {
+		out, errs, code := conform(t, "--config", `{"dir":"`+word+`"}`)
+		require.Equal(t, exitUsage, code, out)
+		require.Empty(t, out)
+		require.Contains(t, errs, "--config: "+word+": ")
+		require.Contains(t, errs, want)
+	}
+	plugin, err := exec.LookPath("kvport-demo")
+	require.NoError(t, err)
+	cmd := exec.CommandContext(t.Context(), "kvport", "conform", "--config", `{"dir":"@TMP@/@SERVER@"}`, "--format", "junit", "--case", "round-trip", plugin)
+	cmd.Env = append(os.Environ(), redistest.ProgramVariable+"=/no/such/server")
+	out, err := cmd.Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(out), "server for the config: ")
+}
+
 // TestConformList: the cases are listed without a plugin, and one of them can be run alone.
 func TestConformList(t *testing.T) {
 	t.Parallel()
@@ -183,7 +232,7 @@ func sickly(t *testing.T, load string, args ...string) *exec.Cmd {
 func TestConformStreams(t *testing.T) {
 	t.Parallel()
 	for format, want := range map[string][2]string{
-		"text": {`1/2  pass  SCHED-02 +match-repeat`, `(?s)2/2  inconclusive  WORK-01 +round-trip .*interrupted before it had ended.*1 passed, 0 failed, 0 skipped, 1 inconclusive\n$`},
+		"text": {`1/2 .*pass  SCHED-02 +match-repeat`, `(?s)2/2 +inconclusive  WORK-01 +round-trip .*interrupted before it had ended.*1 passed, 0 failed, 0 skipped, 1 inconclusive\n$`},
 		"json": {`^{"id":"match-repeat".*"status":"pass".*"n":1,"of":2}`, `\n{"id":"round-trip".*"status":"inconclusive".*"n":2,"of":2}\n$`},
 	} {
 		t.Run(format, func(t *testing.T) {
@@ -212,6 +261,32 @@ func TestConformStreams(t *testing.T) {
 	}
 }
 
+// What ends the trial of --profile auto is not the plugin's fault, and is said.
+func TestConformAutoEnds(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cmd := sickly(t, "hangs", "--profile", "auto", "--config", fmt.Sprintf(`{"dir":%q,"load":"hangs"}`, dir))
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	require.NoError(t, cmd.Start())
+	require.Eventually(t, func() bool { // the trial has saved its blocks
+		files, err := os.ReadDir(dir)
+		return err == nil && len(files) > 0
+	}, time.Minute, 5*time.Millisecond)
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+	var exit *exec.ExitError
+	require.ErrorAs(t, cmd.Wait(), &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, errs.String(), "interrupted: no case ran\n")
+	require.NotContains(t, errs.String(), "trial")
+
+	out, err := sickly(t, "hangs", "--profile", "auto", "--timeout", "3s").Output()
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(exit.Stderr), "--timeout of 3s is over: no case ran")
+	require.Empty(t, out)
+}
+
 // --timeout ends a run, with its results; --fail-fast ends it at the first failure.
 func TestConformEnds(t *testing.T) {
 	t.Parallel()
@@ -230,5 +305,5 @@ func TestConformEnds(t *testing.T) {
 	require.Equal(t, exitFailure, exit.ExitCode())
 	require.Contains(t, string(out), "\n1 passed, 1 failed, 0 skipped\n")
 	// The last words of the process stand below the case in which it died.
-	require.Regexp(t, `(?s)2/3  fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
+	require.Regexp(t, `(?s)2/3 .*fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
 }

@@ -171,7 +171,7 @@ func kvportImports() map[string][]string {
 		"plugins":       {}, // the fixtures
 		"plugins/*":     {"sdk", "connectors/*"},
 		"plugins/multi": {"sdk", "host", "multiconnector"},
-		"conformance":   {"connector", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket", "conformance/internal/model"},
+		"conformance":   {"connector", "docs", "pipe", "lookupbuffer", "multiconnector", "sdk", "host", "internal/digest", "internal/machine", "internal/keyring", "internal/ticket", "conformance/internal/model"},
 
 		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 
@@ -181,7 +181,7 @@ func kvportImports() map[string][]string {
 
 		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},
 		"cmd/kvport":       {"...", "!connectors/...", "!plugins/...", "!examples/..."},
-		"docs":             {"verify/fixture"}, // its tests
+		"docs":             {"verify/fixture"}, // its tests; nothing else
 		"examples":         {"connector", "pipe", "lookupbuffer", "sdk"},
 		"examples/demo":    {"internal/machine", "plugins", "verify/cluster", "verify/fixture"},
 		"examples/minimal": {"connector", "sdk"},

@@ -196,6 +196,8 @@ func TestWrongPlugins(t *testing.T) {
 		"writes elsewhere":      {"store.mjs", "offset + block * stride);", "offset + (block ^ 1) * stride);", "cancel"},
 		"other keys":            {"store.mjs", "kvport/store/1", "kvport/store/2", "first"},
 		"answers no Cancel":     {"session.mjs", "return;\n    }\n    const kind", "this.answer(request.id, { moved: {} });\n      return;\n    }\n    const kind", "cancel"},
+		"answers twice":         {"session.mjs", "    this.answer(request.id, answer);\n  }", "    this.answer(request.id, answer);\n    if (request.id == 9) this.answer(request.id, answer);\n  }", "cancel"},
+		"answers Close twice":   {"session.mjs", "if (close) this", "if (close) this.answer(close.id, { closed: {} });\n    if (close) this", "store"},
 		"opens anything":        {"store.mjs", "  checkOpen(opened);\n", "", "broken"},
 		"two opens":             {"session.mjs", `|| (kind === "open") === Boolean(this.opening)`, "", "broken"},
 		"other protocol":        {"handshake.mjs", "`1|${PROTOCOL}|unix", "`1|2|unix", "store"},
@@ -212,6 +214,9 @@ func TestWrongPlugins(t *testing.T) {
 			require.NoError(t, os.WriteFile(path, []byte(strings.Replace(string(code), m.from, m.to, 1)), 0o600))
 			err = play(t, filepath.Join(dir, "kvport-nodestore"), m.transcript)
 			require.ErrorIs(t, err, ErrDiffers)
+			if name == "answers Close twice" { // nothing is awaited any more, so that only this finds it
+				require.ErrorContains(t, err, "surplus answer")
+			}
 			t.Log(err)
 		})
 	}

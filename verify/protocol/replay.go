@@ -29,6 +29,9 @@ import (
 // patience is how long one answer may take, and the end of the process.
 const patience = 60 * time.Second
 
+// settling is how long a stream is watched, before it ends, for answers that nobody waits for.
+const settling = 100 * time.Millisecond
+
 // The cache that transcripts are about: one region, with 8 blocks in two segments. Block b has 256 bytes at 256 b and
 // 48 bytes at 2048 + 64 b.
 const (
@@ -99,6 +102,11 @@ func (p *Player) Replay(ctx context.Context, lines []Line, dir string) (err erro
 		}
 		n = next
 	}
+	for name, s := range r.streams {
+		if err := s.surplus(name); err != nil {
+			return fmt.Errorf("at the end: %w", err)
+		}
+	}
 	return nil
 }
 
@@ -118,8 +126,9 @@ type replay struct {
 type stream struct {
 	grpc.ClientStream
 	cancel context.CancelFunc
-	said   chan []byte // closed at the end
-	err    error       // how it ended, once said is closed
+	said   chan []byte     // closed at the end
+	err    error           // how it ended, once said is closed
+	open   map[uint64]bool // calls that have no answer yet
 }
 
 // play does what a line says. Several lines are answers on one stream.
@@ -177,10 +186,14 @@ func (r *replay) send(ctx context.Context, l *Line) error {
 		return nil
 	}
 	s := r.streams[l.Host]
+	if l.Ends && s == nil {
+		return fmt.Errorf("no stream is called %q", l.Host)
+	}
 	if l.Ends {
+		err := s.surplus(l.Host)
 		s.cancel()
 		delete(r.streams, l.Host)
-		return nil
+		return err
 	}
 	if s == nil {
 		if s, err = r.open(m.path); err != nil {
@@ -188,7 +201,42 @@ func (r *replay) send(ctx context.Context, l *Line) error {
 		}
 		r.streams[l.Host] = s
 	}
+	s.called(data)
 	return s.SendMsg(&data)
+}
+
+// called notes that a call must be answered once. A Cancel has no answer, and what cannot be read has none that anybody knows.
+func (s *stream) called(data []byte) {
+	var m kvportv1.SessionRequest
+	if proto.Unmarshal(data, &m) == nil && m.GetCancel() == nil {
+		s.open[m.GetId()] = true
+	}
+}
+
+// answeredCall notes that a call was answered, and reports whether it still had no answer.
+func (s *stream) answeredCall(data []byte) (id uint64, waited bool) {
+	var m kvportv1.SessionResponse
+	if proto.Unmarshal(data, &m) != nil {
+		return 0, false
+	}
+	waited = s.open[m.GetId()]
+	delete(s.open, m.GetId())
+	return m.GetId(), waited
+}
+
+// surplus finds answers that the transcript does not wait for, and that are to no call which has no answer yet.
+func (s *stream) surplus(name string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), settling)
+	defer cancel()
+	for {
+		data, err := s.next(ctx)
+		if err != nil {
+			return nil // it has ended, or is silent
+		}
+		if id, waited := s.answeredCall(data); !waited {
+			return fmt.Errorf("%w: %s got a surplus answer of %d bytes, to call %d", ErrDiffers, name, len(data), id)
+		}
+	}
 }
 
 // placed is what is sent: Bytes, with the real folder instead of @DIR@ in a config.
@@ -217,7 +265,7 @@ func (r *replay) open(path string) (*stream, error) {
 		cancel()
 		return nil, err
 	}
-	s := &stream{ClientStream: c, cancel: cancel, said: make(chan []byte, 16)}
+	s := &stream{ClientStream: c, cancel: cancel, said: make(chan []byte, 16), open: map[uint64]bool{}}
 	go func() {
 		defer close(s.said)
 		for {
@@ -234,6 +282,9 @@ func (r *replay) open(path string) (*stream, error) {
 // receive takes as many answers as there are lines, in any order.
 func (r *replay) receive(ctx context.Context, lines []Line) error {
 	s := r.streams[lines[0].Plugin]
+	if s == nil {
+		return fmt.Errorf("no stream is called %q", lines[0].Plugin)
+	}
 	for waiting := lines; len(waiting) > 0; {
 		if waiting[0].Status != "" {
 			return r.ended(ctx, s, &waiting[0])
@@ -246,6 +297,7 @@ func (r *replay) receive(ctx context.Context, lines []Line) error {
 		if err != nil {
 			return err
 		}
+		s.answeredCall(data)
 		if err := r.check(&waiting[n], data); err != nil {
 			return err
 		}

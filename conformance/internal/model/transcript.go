@@ -51,6 +51,13 @@ func Says(h *History, v *Violation) string {
 	return v.Rule + ": " + t.renamed(v.Text)
 }
 
+// Allows is what a violation says would have been right, with the blocks named as in the transcript.
+func Allows(h *History, v *Violation) string {
+	t := &reporter{h: h, names: map[Key]int{}}
+	h.each(t.name)
+	return t.renamed(v.Allowed)
+}
+
 // reporter names blocks by the order in which they come.
 type reporter struct {
 	h     *History

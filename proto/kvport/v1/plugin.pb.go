@@ -40,22 +40,22 @@ const (
 	Capability_CAPABILITY_LAYERS      Capability = 6
 	Capability_CAPABILITY_LEASE       Capability = 7
 	Capability_CAPABILITY_RESHAPE     Capability = 8
-	Capability_CAPABILITY_PLACE       Capability = 9
+	Capability_CAPABILITY_PLACE       Capability = 10
 )
 
 // Enum value maps for Capability.
 var (
 	Capability_name = map[int32]string{
-		0: "CAPABILITY_UNSPECIFIED",
-		1: "CAPABILITY_PLAN",
-		2: "CAPABILITY_HOLD",
-		3: "CAPABILITY_RESET",
-		4: "CAPABILITY_STAT",
-		5: "CAPABILITY_EVENTS",
-		6: "CAPABILITY_LAYERS",
-		7: "CAPABILITY_LEASE",
-		8: "CAPABILITY_RESHAPE",
-		9: "CAPABILITY_PLACE",
+		0:  "CAPABILITY_UNSPECIFIED",
+		1:  "CAPABILITY_PLAN",
+		2:  "CAPABILITY_HOLD",
+		3:  "CAPABILITY_RESET",
+		4:  "CAPABILITY_STAT",
+		5:  "CAPABILITY_EVENTS",
+		6:  "CAPABILITY_LAYERS",
+		7:  "CAPABILITY_LEASE",
+		8:  "CAPABILITY_RESHAPE",
+		10: "CAPABILITY_PLACE",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
@@ -67,7 +67,7 @@ var (
 		"CAPABILITY_LAYERS":      6,
 		"CAPABILITY_LEASE":       7,
 		"CAPABILITY_RESHAPE":     8,
-		"CAPABILITY_PLACE":       9,
+		"CAPABILITY_PLACE":       10,
 	}
 )
 
@@ -4066,7 +4066,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x11CAPABILITY_LAYERS\x10\x06\x12\x14\n" +
 	"\x10CAPABILITY_LEASE\x10\a\x12\x16\n" +
 	"\x12CAPABILITY_RESHAPE\x10\b\x12\x14\n" +
-	"\x10CAPABILITY_PLACE\x10\t*A\n" +
+	"\x10CAPABILITY_PLACE\x10\n" +
+	"*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
