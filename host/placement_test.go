@@ -2,6 +2,7 @@ package host
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -71,7 +72,7 @@ func (r *placedRig) fill(keys []connector.BlockKey, group uint16) (bs []connecto
 	for i, k := range keys {
 		b := connector.Block{ID: connector.BlockID(int(group)*8 + i), Key: k, Group: group}
 		for n, rank := range r.ranks {
-			rng := rand.New(rand.NewPCG(uint64(k[0])<<8|uint64(group), uint64(n)))
+			rng := rand.New(rand.NewPCG(binary.LittleEndian.Uint64(k[:]), uint64(n)<<16|uint64(group)))
 			for _, s := range rank.kv.Segments(group) {
 				for j := range rank.kv.View(s, b.ID) {
 					rank.kv.View(s, b.ID)[j] = byte(rng.Uint32())
