@@ -21,10 +21,10 @@ type placement struct {
 	shape  connector.Fingerprint
 	world  int
 
-	mu     sync.RWMutex // held for reading by whoever reads the arena
-	host   *place.Host  // nil: nothing is placed
-	first  *byte        // of the arena
-	kv     *connector.KV
+	mu    sync.RWMutex // held for reading by whoever reads the arena
+	host  *place.Host  // nil: nothing is placed
+	first *byte        // of the arena
+	kv    *connector.KV
 
 	paused atomic.Bool // a reset is on its way
 

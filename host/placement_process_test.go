@@ -241,4 +241,3 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 		})
 	}
 }
-

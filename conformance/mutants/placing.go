@@ -3,8 +3,6 @@ package mutants
 import (
 	"bytes"
 	"context"
-	"errors"
-	"fmt"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
@@ -12,14 +10,16 @@ import (
 	"github.com/kvport/kvport/sdk"
 )
 
-// placingStore is a Store in slots of the arena that the host may read.
+// placingStore is a Store in slots of the arena that the host may read. What finds no slot it keeps elsewhere.
 type placingStore struct {
 	mu    sync.Mutex
 	shelf *place.Shelf
 	g     place.Geometry
 	at    map[connector.StoreKey]place.Slot
+	rest  map[connector.StoreKey][]byte // what has no slot
 	free  []place.Slot
 	bad   placingFault
+	lost  bool // of a mutant
 }
 
 // placingFault is what is wrong with it.
@@ -28,7 +28,7 @@ type placingFault struct {
 	knows   bool // it names no slot of what was there
 	inPlace bool // it replaces a block where the block lies
 	stays   bool // a reset leaves the slots as they are
-	strict  bool // a slot that it does not use is an error
+	strict  bool // it names nothing any more once it has heard of a slot that it does not have
 	alone   bool // what is placed it has no longer itself
 }
 
@@ -38,7 +38,7 @@ func PlacingReference() connector.Plugin { return placingPlugin(placingFault{}) 
 func placingPlugin(bad placingFault) connector.Plugin {
 	d := sdk.Definition{Name: "PlacingConnector", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanReset | connector.CanPlace}
 	return sdk.FromStore(d, func(_ context.Context, env connector.Env, _ arenaConfig) (connector.Store, error) {
-		s := &placingStore{g: place.Fit(arenaSize, env.Layout.BlockBytes(0), arenaSize), at: map[connector.StoreKey]place.Slot{}, bad: bad}
+		s := &placingStore{g: place.Fit(arenaSize, env.Layout.BlockBytes(0), arenaSize), at: map[connector.StoreKey]place.Slot{}, rest: map[connector.StoreKey][]byte{}, bad: bad}
 		o := place.ShelfOpening{}
 		if p := env.Placement; p != nil {
 			s.g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
@@ -71,7 +71,8 @@ func (s *placingStore) Lookup(_ context.Context, runs [][]connector.StoreKey) ([
 	found := make([]int, len(runs))
 	for i, keys := range runs {
 		for _, k := range keys {
-			if _, ok := s.at[k]; !ok || s.bad.alone {
+			_, placed := s.at[k]
+			if _, kept := s.rest[k]; !kept && !placed || s.bad.alone {
 				break
 			}
 			found[i]++
@@ -87,20 +88,13 @@ func (s *placingStore) Get(_ context.Context, items []connector.Item) error {
 	var failed []int
 	var cause error
 	for i, it := range items {
-		slot, ok := s.at[it.Key]
-		h, whole := s.shelf.Header(slot)
-		switch {
-		case !ok:
-			failed, cause = append(failed, i), connector.ErrGone
-		case !whole:
-			failed, cause = append(failed, i), connector.ErrCorrupt
-		case int(h.Length) != it.Size():
-			failed, cause = append(failed, i), connector.ErrIncompatible
-		default:
-			from := s.shelf.Bytes(slot, it.Size())
-			for _, span := range it.Spans {
-				from = from[copy(span, from):]
-			}
+		from, err := s.get(it)
+		if err != nil {
+			failed, cause = append(failed, i), err
+			continue
+		}
+		for _, span := range it.Spans {
+			from = from[copy(span, from):]
 		}
 	}
 	if cause != nil {
@@ -109,41 +103,62 @@ func (s *placingStore) Get(_ context.Context, items []connector.Item) error {
 	return nil
 }
 
+// get gives the bytes of a block.
+func (s *placingStore) get(it connector.Item) ([]byte, error) {
+	data, kept := s.rest[it.Key]
+	if slot, placed := s.at[it.Key]; placed {
+		h, whole := s.shelf.Header(slot)
+		if !whole {
+			return nil, connector.ErrCorrupt
+		}
+		data, kept = s.shelf.Bytes(slot, int(h.Length)), true
+	}
+	switch {
+	case !kept:
+		return nil, connector.ErrGone
+	case len(data) != it.Size():
+		return nil, connector.ErrIncompatible
+	}
+	return data, nil
+}
+
 // Put implements connector.Store.
 func (s *placingStore) Put(_ context.Context, items []connector.Item) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, it := range items {
+		data := bytes.Join(it.Spans, nil)
 		old, known := s.at[it.Key]
-		if known && !it.Replace && s.same(old, it) {
+		if have, err := s.get(it); err == nil && !it.Replace && bytes.Equal(have, data) {
 			continue
 		}
-		data := bytes.Join(it.Spans, nil)
 		if known && s.bad.inPlace {
 			copy(s.shelf.Bytes(old, len(data)), data)
 			continue
 		}
-		if len(s.free) == 0 {
-			return fmt.Errorf("no slot is free: %w", connector.ErrDeclined)
-		}
-		slot := s.free[0]
-		s.free = s.free[1:]
-		s.shelf.Begin(slot)
-		copy(s.shelf.Bytes(slot, len(data)), data)
-		s.shelf.Publish(slot, &place.Header{Key: it.Key, Length: uint32(len(data)), Tenant: it.Tenant})
+		s.put(it, data)
 		if known {
 			s.shelf.Retire(old)
 			s.free = append(s.free, old)
 		}
-		s.at[it.Key] = slot
 	}
 	return nil
 }
 
-// same says whether a slot holds a block of that size that is whole.
-func (s *placingStore) same(slot place.Slot, it connector.Item) bool {
-	h, ok := s.shelf.Header(slot)
-	return ok && int(h.Length) == it.Size() && bytes.Equal(s.shelf.Bytes(slot, it.Size()), bytes.Join(it.Spans, nil))
+// put writes a block where there is room.
+func (s *placingStore) put(it connector.Item, data []byte) {
+	delete(s.at, it.Key)
+	if len(s.free) == 0 {
+		s.rest[it.Key] = data
+		return
+	}
+	slot := s.free[0]
+	s.free = s.free[1:]
+	s.shelf.Begin(slot)
+	copy(s.shelf.Bytes(slot, len(data)), data)
+	s.shelf.Publish(slot, &place.Header{Key: it.Key, Length: uint32(len(data)), Tenant: it.Tenant})
+	s.at[it.Key] = slot
+	delete(s.rest, it.Key)
 }
 
 // Reset implements connector.Resetter.
@@ -157,6 +172,7 @@ func (s *placingStore) Reset(context.Context) (bool, error) {
 		}
 	}
 	clear(s.at)
+	clear(s.rest)
 	return true, nil
 }
 
@@ -167,7 +183,7 @@ func (s *placingStore) Placed(keys []connector.StoreKey) (slots []uint32) {
 	for _, k := range keys {
 		slot, ok := s.at[k]
 		switch {
-		case !ok:
+		case !ok || s.lost:
 		case s.bad.next:
 			slots = append(slots, uint32(slot)+1)
 		default:
@@ -183,9 +199,7 @@ func (s *placingStore) Placed(keys []connector.StoreKey) (slots []uint32) {
 // Used implements sdk.Placing.
 func (s *placingStore) Used(slots []uint32) {
 	for _, slot := range slots {
-		if s.bad.strict && int(slot) >= s.g.Slots {
-			panic(errors.New("there is no such slot"))
-		}
+		s.lost = s.lost || s.bad.strict && int(slot) >= s.g.Slots
 	}
 }
 
@@ -202,7 +216,7 @@ func placingMutants() []Mutant {
 		mutant("names one slot of a save", "place-named", placingFault{knows: true}),
 		mutant("replaces a block where it lies", "place-replaced", placingFault{inPlace: true}),
 		mutant("leaves its slots as they are after a reset", "place-reset", placingFault{stays: true}),
-		mutant("fails when it hears of a slot that it does not have", "place-used", placingFault{strict: true}),
+		mutant("names no slot after it has heard of one that it does not have", "place-used", placingFault{strict: true}),
 		mutant("has what is placed only there", "place-message", placingFault{alone: true}),
 	}
 }
