@@ -23,7 +23,7 @@ func placeCases() []Case {
 		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
 		placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset),
-		placeCase("place-used", "PLACE-22", "A save that tells of slots that were read, of any number, is a save like others.", placeUsed),
+		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
 		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
 	}
 }
@@ -65,7 +65,7 @@ func (p *placing) savePlaced(replace bool, used []uint32, bs ...connector.Block)
 	p.Helper()
 	w, ok := connector.As[connector.Placer](p.workers[0])
 	if !ok {
-		p.Errorf("Info has %v, and the worker side is no connector.Placer", connector.CanPlace)
+		p.Errorf("Info has %v, and the worker side is not a connector.Placer", connector.CanPlace)
 		p.FailNow()
 	}
 	t := transfer(bs)

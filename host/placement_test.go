@@ -85,7 +85,7 @@ func (r *placedRig) fill(keys []connector.BlockKey, group uint16) (bs []connecto
 	return bs
 }
 
-// save has the plugin store blocks of one rank, and the host hear of it.
+// save has the plugin store blocks of one rank, and the host learn where.
 func (r *placedRig) save(n int, bs ...connector.Block) (slots []uint32) {
 	for _, b := range bs {
 		spans, err := r.ranks[n].kv.Spans(b)

@@ -10,11 +10,15 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
@@ -319,6 +323,103 @@ func TestPlacedHits(t *testing.T) {
 			stop(t, p)
 		})
 	}
+}
+
+// Plugins that are killed at any moment, or stand still, cost no token: what is resident is a hit while the plugin stands still, and
+// again after each death, and no memory is left behind.
+func TestPlacedHitsThroughDeaths(t *testing.T) {
+	kvport := binaries(t)
+	deaths, clients := 20, 3
+	if os.Getenv("KVPORT_SOAK") != "" {
+		deaths = 100
+	}
+	var client cluster.Client
+	prompt := func(i int) string { return text(i, 16*(8+i)+3) } // nothing that is generated fills a block, so no hit leads to a save
+	ask := func(ctx context.Context, p *cluster.Process, i int) ([]int32, error) {
+		c, err := client.Complete(ctx, p.URL, cluster.Request{Prompt: prompt(i), MaxTokens: 4, IgnoreEOS: true})
+		if err != nil {
+			return nil, err
+		}
+		return c.Tokens, nil
+	}
+	alone := serve(t, kvport, "sim", "")
+	want := make([][]int32, clients)
+	for i := range want {
+		var err error
+		want[i], err = ask(t.Context(), alone, i)
+		require.NoError(t, err)
+	}
+	stop(t, alone)
+	config := `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},
+		"kvport":{"breaker":{"deaths":1000,"backoff_max":"20ms"},"heartbeat":{"limit":"1m"}}}`
+	p := serve(t, kvport, "sim", "", "--kv-transfer-config", config)
+	for i := range want {
+		tokens, err := ask(t.Context(), p, i)
+		require.NoError(t, err)
+		require.Equal(t, want[i], tokens)
+	}
+	settled(t, &client, p)
+	hits := func() float64 {
+		m, err := client.Metrics(t.Context(), p.URL)
+		require.NoError(t, err)
+		return m.Sum("kvport_placed_blocks_total")
+	}
+	goOn := func(what string) {
+		before := hits()
+		require.Eventually(t, func() bool { return hits() > before }, time.Minute, time.Millisecond, what)
+	}
+	memories := memoryFiles(t, p)
+	ctx, cancel := context.WithCancel(t.Context())
+	var load sync.WaitGroup
+	var asked, wrong atomic.Int64
+	for i := range clients {
+		load.Go(func() {
+			for ctx.Err() == nil {
+				tokens, err := ask(ctx, p, i)
+				if ctx.Err() == nil && assert.NoError(t, err) {
+					asked.Add(1)
+					if !slices.Equal(want[i], tokens) {
+						wrong.Add(1)
+					}
+				}
+			}
+		})
+	}
+	stopped := 0.0
+	for n := range deaths {
+		goOn("what is resident is a hit")
+		if n%2 == 0 {
+			health, err := client.Health(t.Context(), p.URL)
+			require.NoError(t, err)
+			require.NoError(t, syscall.Kill(health.Connector.PID, syscall.SIGSTOP))
+			before := hits()
+			goOn("also while the plugin stands still")
+			stopped += hits() - before
+		}
+		kill(t, &client, p)
+	}
+	goOn("after the last death")
+	cancel()
+	load.Wait()
+	settled(t, &client, p)
+	t.Logf("%d deaths, %d requests, %d with wrong tokens; %v blocks without a call, %v of them while the plugin stood still", deaths, asked.Load(), wrong.Load(), hits(), stopped)
+	require.Zero(t, wrong.Load())
+	require.Equal(t, memories, memoryFiles(t, p), "memory of dead plugins")
+	stop(t, p)
+}
+
+// memoryFiles is how many descriptors of shared memory an engine has.
+func memoryFiles(t *testing.T, p *cluster.Process) (n int) {
+	t.Helper()
+	dir := fmt.Sprintf("/proc/%d/fd", p.PID())
+	files, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, f := range files {
+		if to, err := os.Readlink(filepath.Join(dir, f.Name())); err == nil && strings.HasPrefix(to, "/memfd:") {
+			n++
+		}
+	}
+	return n
 }
 
 // kill kills the plugin and waits for the next one.

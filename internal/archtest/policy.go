@@ -109,7 +109,6 @@ func imports() map[string][]string {
 	rows["internal/place"] = []string{"connector"}
 	rows["host"] = append(rows["host"], "internal/place")
 	rows["conformance"] = append(rows["conformance"], "internal/place")
-	rows["conformance/mutants"] = append(rows["conformance/mutants"], "internal/place")
 	rows["connectors/internal/tier"] = []string{"connector", "connectors/internal/storekit", "internal/fault", "internal/machine", "internal/place"}
 	rows["verify/simulate/fleet"] = []string{"engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}

@@ -329,7 +329,7 @@ func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
 
 // openArena takes memory into use, whatever is in it. found are the blocks that are whole, in the
 // order in which they were written; torn is the number of slots that are not. Everything else is free.
-// p is what the host says of the memory that reads it; nil: nobody but this process does.
+// p is how the host divides the memory, which it reads; nil: nobody but this process reads it.
 func openArena(mem []byte, slotBytes int64, p *connector.Placement) (a *arena, found []place.Found, torn int, err error) {
 	g, o := place.Fit(int64(len(mem)), slotBytes, MaxEntries), place.ShelfOpening{}
 	if p != nil {
