@@ -13,7 +13,7 @@ import (
 
 func placeCase(id, rule, text string, body func(*placing)) Case {
 	return Case{
-		ID: id, Rule: rule, Text: text, Profiles: []Profile{Power}, Needs: connector.CanPlace,
+		ID: id, Rule: rule, Text: text, Profiles: []Profile{Place}, Needs: connector.CanPlace,
 		Run: rigged(connector.CanPlace, false, func(r *rig) { body(r.placing()) }),
 	}
 }

@@ -57,6 +57,7 @@ func TestStoreReference(t *testing.T) {
 func TestPlacingReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.PlacingReference(), nil))
 	conformance.Run(t, conformance.Wire(mutants.PlacingReference(), nil))
+	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.PlacingReference(), nil)), conformance.Place)
 }
 
 func TestArenaReference(t *testing.T) {
