@@ -70,6 +70,8 @@ type Host struct {
 	badSaves complaints
 	misses   complaints // about matches that stayed undecided
 
+	place *placement // of one plugin without children; else nil
+
 	unreadable unreadableLog // blocks whose digests cannot be checked here
 
 	cuts      bool // our tickets are made for engines of other shapes, and theirs are accepted
@@ -165,6 +167,8 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	}
 	h.src = h.source(h.cfg)
 	h.src.reland = h.reland
+	h.place = &placement{layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks)}
+	h.src.place = h.place
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
 	h.src.filled = func(n int64) { h.metrics.allocated.Add(float64(n)) }
 	manifest, err := h.src.find(ctx, h.opts.PluginPath)

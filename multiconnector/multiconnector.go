@@ -77,6 +77,7 @@ func (c *Child) Masked() []string {
 		cost  string
 	}{
 		{connector.CanLayers, c.Role.Saves(), "blocks are saved when the step is computed"},
+		{connector.CanPlace, c.Role.Loads(), "each block is matched and loaded by a call of the plugin"},
 	} {
 		if c.Info.Capabilities&m.power != 0 && m.used {
 			out = append(out, fmt.Sprintf("%v: %s", m.power, m.cost))
