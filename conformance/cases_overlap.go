@@ -139,15 +139,21 @@ func overlapDigests(r *rig) {
 func overlapStill(r *rig) {
 	e := r.engine(setup{})
 	t, to := e.overlapping()
+	type piece struct {
+		kv      *connector.KV
+		segment int
+		block   connector.Block
+	}
 	var mu sync.Mutex
-	marked := map[int]bool{} // segments of which the first byte was changed when they were announced
+	marked := map[piece]byte{} // the first bytes that were changed when their layers were announced, as they were
 	err := e.loadLayers(&t, func(kv *connector.KV, n int) {
 		mu.Lock()
 		defer mu.Unlock()
 		for _, b := range to {
 			for _, s := range e.layerSegments(kv, b.Group, n) {
-				if kv == e.kv[0] && b.ID == to[0].ID && !marked[s] {
-					marked[s] = true
+				p := piece{kv, s, b}
+				if _, before := marked[p]; !before {
+					marked[p] = kv.View(s, b.ID)[0]
 					kv.View(s, b.ID)[0] ^= 0xFF
 				}
 			}
@@ -156,11 +162,12 @@ func overlapStill(r *rig) {
 	r.must(err, "load layer by layer")
 	mu.Lock()
 	defer mu.Unlock()
-	for s := range marked {
-		if have, want := e.kv[0].View(s, to[0].ID)[0], byte(e.stream(to[0], 0, s).Uint32())^0xFF; have != want {
-			r.Errorf("segment %d was written after its layer was announced", s)
+	for p, was := range marked {
+		first := &p.kv.View(p.segment, p.block.ID)[0]
+		if *first != was^0xFF {
+			r.Errorf("segment %d of block %d was written after its layer was announced", p.segment, p.block.ID)
 		}
-		e.kv[0].View(s, to[0].ID)[0] ^= 0xFF
+		*first = was
 	}
 	e.holds(to...)
 }

@@ -66,11 +66,13 @@ const (
 	LayerWise Profile = "layerwise"
 	// Reshape is a connector that loads from producers with other block sizes and ranks.
 	Reshape Profile = "reshape"
+	// Place is a Store that keeps blocks where the host reads them in the arena.
+	Place Profile = "place"
 )
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, Place, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -116,7 +118,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(), overlapCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

@@ -163,8 +163,10 @@ func TestCitedRulesExist(t *testing.T) {
 // Rule CAP-01: interfaces, bits, enum values and rules are one set.
 func TestCapabilitiesAreOneSet(t *testing.T) {
 	bits := map[string]connector.Capability{}
-	for bit := connector.Capability(1); !strings.HasPrefix(bit.String(), "bit"); bit <<= 1 {
-		bits[bit.String()] = bit
+	for bit := connector.Capability(1); bit != 0; bit <<= 1 {
+		if name := bit.String(); !strings.HasPrefix(name, "bit") {
+			bits[name] = bit
+		}
 	}
 
 	b, err := os.ReadFile("../proto/kvport/v1/plugin.proto")

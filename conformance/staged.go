@@ -103,15 +103,45 @@ type move struct {
 	step    uint64
 	request connector.RequestID // of its own, so that it can be cancelled alone
 	end     chan host.Event
+	placing *placingMove // nil: not a call of SavePlaced
+}
+
+// placingMove is what a call of SavePlaced says beside its transfer, which the host divides.
+type placingMove struct {
+	mu           sync.Mutex
+	used, placed []uint32
+}
+
+// save is one part of the call.
+func (p *placingMove) save(ctx context.Context, w connector.Placer, t *connector.Transfer, kv *connector.KV) error {
+	p.mu.Lock()
+	used := p.used
+	p.used = nil
+	p.mu.Unlock()
+	placed, err := w.SavePlaced(ctx, t, kv, used)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.placed = append(p.placed, placed...)
+	return err
 }
 
 // begin hands a transfer over in a step of its own.
 func (w *hostedWorker) begin(ctx context.Context, t *connector.Transfer, place func(*connector.Step) *[]connector.Transfer) *move {
+	return w.move(ctx, t, nil).begin(t, place)
+}
+
+// move notes a transfer that is going to be handed over.
+func (w *hostedWorker) move(ctx context.Context, t *connector.Transfer, placing *placingMove) *move {
 	w.mu.Lock()
+	defer w.mu.Unlock()
 	w.step++
-	m := &move{w, ctx, w.step, connector.RequestID(fmt.Sprintf("%s %d", t.Request, w.step)), make(chan host.Event, 1)}
+	m := &move{w, ctx, w.step, connector.RequestID(fmt.Sprintf("%s %d", t.Request, w.step)), make(chan host.Event, 1), placing}
 	w.moves[m.request] = m
-	w.mu.Unlock()
+	return m
+}
+
+func (m *move) begin(t *connector.Transfer, place func(*connector.Step) *[]connector.Transfer) *move {
+	w := m.hostedWorker
 	if len(t.Ticket) > 0 {
 		w.bring(m.request, t)
 	}
@@ -162,6 +192,15 @@ func (w *hostedWorker) Load(ctx context.Context, t *connector.Transfer, _ *conne
 // Save implements connector.Worker.
 func (w *hostedWorker) Save(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
 	return w.begin(ctx, t, func(s *connector.Step) *[]connector.Transfer { return &s.Computed }).wait()
+}
+
+// SavePlaced implements connector.Placer.
+func (w *hostedWorker) SavePlaced(ctx context.Context, t *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	p := &placingMove{used: used}
+	err := w.move(ctx, t, p).begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Computed }).wait()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.placed, err
 }
 
 // Capabilities implements connector.Partial.
@@ -227,12 +266,17 @@ func (b *behind) Capabilities() connector.Capability { return connector.Capabili
 
 // Save implements connector.Worker.
 func (b *behind) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context) error { return b.Worker.Save(ctx, t, kv) })
+	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context, m *move) error {
+		if m.placing != nil {
+			return m.placing.save(ctx, b.Worker.(connector.Placer), t, kv) //nolint:forcetypeassert // Capabilities says so
+		}
+		return b.Worker.Save(ctx, t, kv)
+	})
 }
 
 // SaveLayers implements connector.LayerWorker.
 func (b *behind) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
-	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context) error {
+	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context, _ *move) error {
 		return b.Worker.(connector.LayerWorker).SaveLayers(ctx, t, kv, p) //nolint:forcetypeassert // Capabilities says so
 	})
 }
@@ -240,17 +284,18 @@ func (b *behind) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 // untilCaller makes a call of a save. An engine does not cancel saves: the host ends their calls when their
 // deadline passes, which is half a minute away. Here the end of the context of the case's call takes that place,
 // so a call that fails then is not made again.
-func (w *hostedWorker) untilCaller(ctx context.Context, request connector.RequestID, call func(context.Context) error) error {
+func (w *hostedWorker) untilCaller(ctx context.Context, request connector.RequestID, call func(context.Context, *move) error) error {
 	w.mu.Lock()
-	caller := w.moves[request].ctx
+	m := w.moves[request]
 	w.mu.Unlock()
+	caller := m.ctx
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(caller, cancel)()
 	if caller.Err() != nil {
 		cancel() // before the call, not beside it
 	}
-	err := call(ctx)
+	err := call(ctx, m)
 	if errors.Is(err, connector.ErrBusy) && caller.Err() != nil {
 		return caller.Err()
 	}

@@ -63,6 +63,7 @@ func (r *rig) suggest() (profiles []Profile, notes []string) {
 	byTicket := can(connector.CanHold) && !fit[MultiChildren]
 	fit[PDProducer], fit[PDConsumer], fit[Pipe] = byTicket, byTicket, byTicket && again
 	fit[LayerWise], fit[Reshape] = byTicket && can(connector.CanLayers), can(connector.CanReshape)
+	fit[Place] = again && can(connector.CanPlace)
 	if !stored && !byTicket {
 		notes = append(notes, "the connector keeps nothing that can be found: two blocks were saved, and not offered")
 	}

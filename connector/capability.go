@@ -23,6 +23,7 @@ const (
 	CanLease                          // Leaser
 	CanReshape                        // Reshaper
 	CanOverlap                        // LayerLoader
+	CanPlace                          // Placer
 )
 
 // Power is one optional interface.
@@ -45,6 +46,7 @@ var optional = []Power{
 	{CanLease, "lease", reflect.TypeFor[Leaser](), false},
 	{CanReshape, "reshape", reflect.TypeFor[Reshaper](), true},
 	{CanOverlap, "overlap", reflect.TypeFor[LayerLoader](), true},
+	{CanPlace, "place", reflect.TypeFor[Placer](), true},
 }
 
 // Powers lists every optional interface, in order of the bits. The caller owns the slice.

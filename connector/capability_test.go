@@ -73,10 +73,9 @@ func TestCapabilityString(t *testing.T) {
 // Every bit has one interface and every interface one bit.
 func TestOptionalTable(t *testing.T) {
 	seen := Capability(0)
-	for n, o := range Powers() {
-		require.Equal(t, Capability(1)<<n, o.Bit)
-		require.Equal(t, n+1, o.Number())
-		require.Zero(t, seen&o.Bit)
+	for _, o := range Powers() {
+		require.Equal(t, Capability(1)<<(o.Number()-1), o.Bit)
+		require.Greater(t, o.Bit, seen, "in order of the bits")
 		require.LessOrEqual(t, o.Interface.NumMethod(), 2)
 		seen |= o.Bit
 	}

@@ -69,6 +69,9 @@ type Env struct {
 	// verify what it finds there (rules ARENA-01 to ARENA-04). It may be used until the side's Close
 	// returns.
 	Arena []byte
+	// Placement says how the host expects blocks in the arena, if the connector has CanPlace and the host places; else it is
+	// nil, and the connector keeps the arena as it likes. The host writes the first page of the arena before each life then.
+	Placement *Placement
 	// LinkKey protects what plugins of this connector say to each other. It has 32 bytes, is the same for
 	// all engines of the deployment, and no other connector gets it. A plugin must neither take anything
 	// from nor give anything to a peer that has not proved that it has the key, not even on loopback, which

@@ -39,6 +39,7 @@ type loop struct {
 	kept     time.Time                                  // when the connector was last asked about all queued requests that have a ticket
 	saving   uint64                                     // the step whose layers are saved while it is computed
 	arriving map[connector.RequestID]connector.Progress // of loads whose layers are verified one by one
+	noEarly  time.Time                                  // until then no other load is used before its end
 	logits   [][]float32                                // one for each place in the largest batch so far
 	sampled  []int32
 }
@@ -158,8 +159,7 @@ func (l *loop) event(ev host.Event, open bool) {
 		l.noteLoaded(ev.Request, len(ev.Failed) > 0)
 		l.sched.Loaded(ev.Step, ev.Request, ev.Failed, ev.Replace, ev.Unverified)
 	case host.Arriving:
-		l.arriving[ev.Request] = ev.Layers
-		l.sched.Arriving(ev.Step, ev.Request)
+		l.arrives(&ev)
 	case host.Saved:
 		l.sched.Saved(ev.Step, ev.Request)
 	case host.Stored:

@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/kvport/kvport/engine/sched"
+	"github.com/kvport/kvport/host"
 )
 
 // Layer-wise loads: a request whose KV arrives layer by layer is computed meanwhile. The model waits before it reads a
@@ -15,6 +17,19 @@ import (
 
 // errNotArrived says that a layer of a load did not come, or not in time.
 var errNotArrived = errors.New("a layer of a load has not arrived")
+
+// rest is for how many times the patience no load is used early after one that did not come in time: so however many loads
+// are slow, waiting for them takes a tenth of the time at most, and a step that is computed again is rare.
+const rest = 10
+
+// arrives has a load used from its first layers on.
+func (l *loop) arrives(ev *host.Event) {
+	if time.Now().Before(l.noEarly) {
+		return
+	}
+	l.arriving[ev.Request] = ev.Layers
+	l.sched.Arriving(ev.Step, ev.Request)
+}
 
 // overlapped computes chunks, without those whose layers do not come, and returns the ones that it has computed.
 func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
@@ -32,7 +47,11 @@ func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
 	switch {
 	case err == nil:
 		l.awaitLoads(patience, chunks)
+		if patience.Err() != nil {
+			l.noEarly = time.Now().Add(rest * l.e.cfg.LayerPatience)
+		}
 	case errors.Is(err, errNotArrived):
+		l.noEarly = time.Now().Add(rest * l.e.cfg.LayerPatience)
 		if chunks = l.sched.Postpone(); len(chunks) == 0 {
 			return nil, nil
 		}

@@ -12,6 +12,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/engine/model"
 	"github.com/kvport/kvport/engine/model/sim"
+	"github.com/kvport/kvport/engine/sched"
 	"github.com/kvport/kvport/host"
 )
 
@@ -152,4 +153,14 @@ func (h *hookedRanks) ForwardRanks(batch *model.Batch, ranks []*connector.KV) er
 	b := *batch
 	b.AfterLayer = h.after
 	return h.Model.(model.Sharded).ForwardRanks(&b, ranks)
+}
+
+// A load that begins to arrive soon after another one was too slow is not used before its end.
+func TestOverlapRests(t *testing.T) {
+	l := &loop{noEarly: time.Now().Add(time.Hour), arriving: map[connector.RequestID]connector.Progress{}, sched: sched.New(sched.Config{BlockTokens: 16, Groups: 1, Trailing: []int{0}, MaxBatchedTokens: 16, MaxSeqs: 1}, nil)}
+	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
+	require.Empty(t, l.arriving)
+	l.noEarly = time.Now()
+	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
+	require.Len(t, l.arriving, 1)
 }

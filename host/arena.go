@@ -83,10 +83,8 @@ const fillStep = 16 << 20
 // after each step, and gives the first error: the memory is not there. What a plugin wrote meanwhile stays.
 func (a *Arena) Fill(allocated func(bytes int64)) error {
 	for at, size := int64(0), a.Size(); at < size; at += fillStep {
-		select {
-		case <-a.closing:
+		if a.closed() {
 			return nil
-		default:
 		}
 		step, began := min(fillStep, size-at), time.Now()
 		if err := a.allocate(at, step); err != nil {
@@ -105,7 +103,10 @@ func (a *Arena) Fill(allocated func(bytes int64)) error {
 func (a *Arena) allocate(from, size int64) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return shm.Allocate(a.file, from, size)
+	if err := shm.Allocate(a.file, from, size); err != nil {
+		return err
+	}
+	return a.mem.Populate(from, size)
 }
 
 // Close ends Fill and unmaps the arena. A plugin that still runs keeps its own mapping. It is called once.
@@ -187,11 +188,30 @@ func (s *source) fillArena() {
 	s.arena.filling.Go(func() {
 		// It goes slowly instead of in a thread of low priority: such a thread would have to end with this goroutine,
 		// and the kernel kills the children that a thread has started when it ends, if they asked for a death signal.
-		if err := s.arena.Fill(s.promised.kept); err != nil {
+		began := time.Now()
+		err := s.arena.Fill(func(n int64) {
+			s.promised.kept(n)
+			if s.filled != nil {
+				s.filled(n)
+			}
+		})
+		switch size := s.arena.Size(); {
+		case err == nil && size > 0 && !s.arena.closed():
+			s.log.Info("the connector's arena is allocated", "connector", s.info.Name, "bytes", size, "took", time.Since(began).Round(time.Millisecond))
+		case err != nil:
 			s.log.Error("the memory that a connector asked for is not there: give it less or the machine more",
 				"connector", s.info.Name, "field", s.info.ArenaField, "error", err)
 		}
 	})
+}
+
+func (a *Arena) closed() bool {
+	select {
+	case <-a.closing:
+		return true
+	default:
+		return false
+	}
 }
 
 // arenaBytes is the memory that connectors have as arenas.

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"fmt"
 	"math"
 	"os"
 	"path/filepath"
@@ -178,6 +179,32 @@ func TestArenaIsAllocatedInTheBackground(t *testing.T) {
 	})
 	<-step
 	require.NoError(t, a.Close())
+}
+
+// A plugin at either trust level has the pages of its arena mapped once the host has allocated them.
+func TestArenaIsMappedByThePlugin(t *testing.T) {
+	const size = 2 * fillStep
+	for _, trust := range []Trust{TrustInPlace, TrustStaged} {
+		t.Run(string(trust), func(t *testing.T) {
+			r := newRig(t, rigOptions{extra: map[string]any{"arena": size}, settings: map[string]any{"trust": trust, "landing_bytes": landingBytes(12)}})
+			require.Eventually(t, func() bool { return r.metric("kvport_arena_allocated_bytes") == size }, time.Minute, time.Millisecond)
+			require.Eventually(t, func() bool { return mappedPages(t, r.Health().PID, "kvport-arena") == size }, time.Minute, time.Millisecond)
+		})
+	}
+}
+
+// mappedPages is how many bytes of the pages of a memfd a process has mapped.
+func mappedPages(t *testing.T, pid int, name string) int64 {
+	t.Helper()
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", pid))
+	require.NoError(t, err)
+	_, of, found := strings.Cut(string(data), name)
+	require.True(t, found)
+	var kilobytes int64
+	_, rss, _ := strings.Cut(of, "Rss:")
+	_, err = fmt.Sscan(rss, &kilobytes)
+	require.NoError(t, err)
+	return kilobytes << 10
 }
 
 // An arena that is replaced while it gets its memory goes on with the new one.

@@ -37,6 +37,7 @@ type childStarter struct {
 	hurry   <-chan struct{} // closed when the host closes; nil: it does not
 	started func(pid, pidfd int) error
 	held    func(bytes int64) // called with the size of each arena
+	filled  func(bytes int64) // called with what has been allocated of it since
 
 	promised promised
 
@@ -74,7 +75,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 	n := &childStarter{
 		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, sources: h.sources,
 		paths: h.opts.PluginPath, metrics: h.metrics.children, vitals: h.metrics.vitals, hurry: h.hurry, started: h.opts.Started,
-		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, violated: h.violation,
+		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, filled: func(n int64) { h.metrics.allocated.Add(float64(n)) }, violated: h.violation,
 		keys: &pluginKeys{ring: h.keys},
 	}
 	if h.composite, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
@@ -203,7 +204,7 @@ func (n *childStarter) join(f *composite, children []multiconnector.Child, path 
 // start starts one child.
 func (n *childStarter) start(ctx context.Context, cfg *Config, label string) (*child, error) {
 	src := &source{
-		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, sources: n.sources, started: n.started, held: n.held,
+		cfg: cfg, eng: n.eng, epoch: n.epoch, log: n.log, regions: n.regions, layout: n.layout, sources: n.sources, started: n.started, held: n.held, filled: n.filled,
 		hurry: n.hurry, left: &plugin.AbandonedMemory{},
 		promised: &n.promised,
 		keys:     n.keys,

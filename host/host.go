@@ -49,7 +49,7 @@ type Host struct {
 	layers    int // of the cache
 
 	layerWise bool
-	arriving  map[arrival]*connector.LayerCount // loads that the engine has begun to use; guarded by mu
+	arriving  map[arrival]*arriving // loads that the engine has begun to use; guarded by mu
 
 	stats       *connectorStats
 	blockEvents blockEventReporter
@@ -69,6 +69,8 @@ type Host struct {
 	badLoads complaints
 	badSaves complaints
 	misses   complaints // about matches that stayed undecided
+
+	place *placement // of one plugin without children; else nil
 
 	unreadable unreadableLog // blocks whose digests cannot be checked here
 
@@ -111,7 +113,7 @@ func newHost(cfg *Config, eng Engine, opts Options) *Host {
 	return &Host{
 		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
 		stats:  newConnectorStats("", nil),
-		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(), arriving: map[arrival]*connector.LayerCount{},
+		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(), arriving: map[arrival]*arriving{},
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 }
@@ -165,7 +167,10 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	}
 	h.src = h.source(h.cfg)
 	h.src.reland = h.reland
+	h.place = &placement{layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks)}
+	h.src.place = h.place
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
+	h.src.filled = func(n int64) { h.metrics.allocated.Add(float64(n)) }
 	manifest, err := h.src.find(ctx, h.opts.PluginPath)
 	if err != nil {
 		return nil, err

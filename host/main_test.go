@@ -29,6 +29,10 @@ var pluginFolder string
 
 func TestMain(m *testing.M) {
 	SandboxMain()
+	if order := os.Getenv(placerEnv); order != "" {
+		fmt.Fprintln(os.Stderr, placerMain(order))
+		os.Exit(1)
+	}
 	os.Exit(withPlugin(m))
 }
 

@@ -103,27 +103,30 @@ func (h *Host) Probe(ctx context.Context, q connector.Query) connector.Match {
 		h.mu.Unlock()
 		return connector.Match{}
 	}
-	ended := h.gen.proc.Done()
-	h.gen.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
+	g := h.gen
+	h.mu.Unlock()
+	if m, ok := h.matchPlaced(&q); ok {
+		return m
+	}
+	g.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
 		if err != nil || m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
 			m = connector.Match{}
 		}
 		answer <- m
 	}}})
-	h.mu.Unlock()
 	select {
 	case m := <-answer:
 		return m
-	case <-ended:
+	case <-g.proc.Done():
 	case <-ctx.Done():
 	}
 	return connector.Match{Later: true}
 }
 
-// startAsk sends a query to the scheduler side. The caller holds mu.
+// startAsk has a query answered: from what is placed, or by the scheduler side. The caller holds mu.
 func (h *Host) startAsk(a *tracker.Ask) {
 	id, request := a.ID, a.Query.Request
-	h.gen.enqueue(job{ask: &askJob{query: a.Query, answer: func(m connector.Match, err error) {
+	answer := func(m connector.Match, err error) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		h.do(h.tracker.Matched(time.Now(), id, m, err))
@@ -131,7 +134,28 @@ func (h *Host) startAsk(a *tracker.Ask) {
 			close(h.waiter.ready)
 			h.waiter = nil
 		}
-	}}})
+	}
+	g, ask := h.gen, &askJob{query: a.Query, answer: answer}
+	if !h.place.open() {
+		g.enqueue(job{ask: ask})
+		return
+	}
+	g.work.Go(func() { // a long prompt has many keys to look for, and nobody waits for mu meanwhile
+		if m, ok := h.matchPlaced(&ask.query); ok {
+			answer(m, nil)
+			return
+		}
+		g.enqueue(job{ask: ask})
+	})
+}
+
+// matchPlaced answers a query without the plugin, if all of it is resident.
+func (h *Host) matchPlaced(q *connector.Query) (connector.Match, bool) {
+	m, ok := h.place.match(q)
+	if ok {
+		h.metrics.placedMatches.Inc()
+	}
+	return m, ok
 }
 
 // askAll sends several queries as one call. Without an answer nobody is told: the generation is at
@@ -187,9 +211,11 @@ func (h *Host) startFinish(a *tracker.Finish) {
 
 // startReset has the scheduler side forget every block. The caller holds mu.
 func (h *Host) startReset(a *tracker.Reset) {
+	h.place.pause()
 	call(h, a.Deadline, func(ctx context.Context, r connector.Resetter) (bool, error) {
 		return r.Reset(ctx)
 	}, func(now time.Time, emptied bool, err error) []tracker.Action {
+		h.place.resume()
 		return h.tracker.ResetAnswered(now, a.ID, emptied, err)
 	})
 }

@@ -19,33 +19,36 @@ import (
 
 // metrics are the host's. They work without a registry too.
 type metrics struct {
-	bytes      *prometheus.CounterVec // connector, direction
-	seconds    *prometheus.HistogramVec
-	failed     *prometheus.CounterVec
-	refused    *prometheus.CounterVec // reason
-	released   *prometheus.CounterVec // reason
-	turns      *prometheus.CounterVec // connector, result
-	integrity  prometheus.Counter
-	foreign    prometheus.Counter // blocks
-	outdated   prometheus.Counter // blocks
-	violations prometheus.Counter
-	late       prometheus.Counter // answers
-	retries    prometheus.Counter
-	undecided  prometheus.Counter // matches
-	kills      prometheus.Counter
-	match      prometheus.Histogram
-	answer     prometheus.Histogram   // of the plugin, to Match
-	copied     *prometheus.CounterVec // connector, direction
-	unchecked  *prometheus.CounterVec
-	landing    prometheus.Gauge
-	info       prometheus.Gauge
-	lostBlocks prometheus.Gauge
-	arena      prometheus.Gauge
-	staleKeys  prometheus.Gauge
-	children   *childMetrics
-	vitals     *vitals
-	events     prometheus.Counter // of blocks
-	lost       prometheus.Counter
+	bytes         *prometheus.CounterVec // connector, direction
+	seconds       *prometheus.HistogramVec
+	failed        *prometheus.CounterVec
+	refused       *prometheus.CounterVec // reason
+	released      *prometheus.CounterVec // reason
+	turns         *prometheus.CounterVec // connector, result
+	integrity     prometheus.Counter
+	foreign       prometheus.Counter // blocks
+	outdated      prometheus.Counter // blocks
+	violations    prometheus.Counter
+	late          prometheus.Counter // answers
+	retries       prometheus.Counter
+	undecided     prometheus.Counter // matches
+	kills         prometheus.Counter
+	match         prometheus.Histogram
+	answer        prometheus.Histogram   // of the plugin, to Match
+	copied        *prometheus.CounterVec // connector, direction
+	unchecked     *prometheus.CounterVec
+	landing       prometheus.Gauge
+	info          prometheus.Gauge
+	lostBlocks    prometheus.Gauge
+	arena         prometheus.Gauge
+	allocated     prometheus.Gauge   // of arena
+	placed        prometheus.Counter // blocks
+	placedMatches prometheus.Counter
+	staleKeys     prometheus.Gauge
+	children      *childMetrics
+	vitals        *vitals
+	events        prometheus.Counter // of blocks
+	lost          prometheus.Counter
 
 	name string
 	seen tracker.Counters
@@ -57,28 +60,31 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 	own := s.With(prometheus.Labels{"connector": name})
 	m := &metrics{
 		name: name, set: s,
-		bytes:      s.Counters("kvport_transfer_bytes_total", "KV bytes moved, of blocks that did not fail.", "connector", "direction"),
-		seconds:    s.Histograms("kvport_transfer_seconds", "Time from a step to the end of its transfer.", prometheus.ExponentialBuckets(1e-4, 4, 10), "connector", "direction"),
-		failed:     s.Counters("kvport_transfer_failed_blocks_total", "Blocks that could not be loaded or saved, without those that are not saved because nobody has verified what they depend on.", "connector", "direction"),
-		refused:    s.Counters("kvport_tickets_refused_total", "Tickets that were not accepted.", "reason"),
-		released:   s.Counters("kvport_holds_released_total", "Holds that are over.", "reason"),
-		turns:      s.Counters("kvport_turn_blocks_total", "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.", "connector", "result"),
-		copied:     s.Counters("kvport_landing_copied_bytes_total", "KV bytes copied between cache and landing memory (trust level staged), and those of blocks that were cut out of blocks of another size or other ranks.", "connector", "direction"),
-		integrity:  own.Counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
-		violations: own.Counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
-		late:       own.Counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
-		undecided:  own.Counter("kvport_match_undecided_total", "Matches that the connector left undecided until kvport.deadlines.later: what it had not found by then counted as a miss."),
-		retries:    own.Counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
-		kills:      own.Counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
-		events:     own.Counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
-		lost:       own.Counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
-		landing:    own.Gauge("kvport_landing_slots_used", "Slots of landing memory that transfers have."),
-		arena:      own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
-		lostBlocks: own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),
-		staleKeys:  own.Gauge("kvport_key_file_stale", "1 if the file of keys has changed and cannot be read: the keys that it had stay in use."),
-		answer:     own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),
-		match:      own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
-		info:       s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
+		bytes:         s.Counters("kvport_transfer_bytes_total", "KV bytes moved, of blocks that did not fail.", "connector", "direction"),
+		seconds:       s.Histograms("kvport_transfer_seconds", "Time from a step to the end of its transfer.", prometheus.ExponentialBuckets(1e-4, 4, 10), "connector", "direction"),
+		failed:        s.Counters("kvport_transfer_failed_blocks_total", "Blocks that could not be loaded or saved, without those that are not saved because nobody has verified what they depend on.", "connector", "direction"),
+		refused:       s.Counters("kvport_tickets_refused_total", "Tickets that were not accepted.", "reason"),
+		released:      s.Counters("kvport_holds_released_total", "Holds that are over.", "reason"),
+		turns:         s.Counters("kvport_turn_blocks_total", "Blocks of earlier turns that were fetched from where the answer was made: loaded, or lost to other requests meanwhile.", "connector", "result"),
+		copied:        s.Counters("kvport_landing_copied_bytes_total", "KV bytes copied between cache and landing memory (trust level staged), and those of blocks that were cut out of blocks of another size or other ranks.", "connector", "direction"),
+		integrity:     own.Counter("kvport_integrity_failures_total", "Loaded blocks that were not what was saved."),
+		violations:    own.Counter("kvport_plugin_violations_total", "Answers of the plugin that broke the contract."),
+		late:          own.Counter("kvport_plugin_late_answers_total", "Answers and reports of the plugin that nobody waited for any more: no fault of the plugin's."),
+		undecided:     own.Counter("kvport_match_undecided_total", "Matches that the connector left undecided until kvport.deadlines.later: what it had not found by then counted as a miss."),
+		retries:       own.Counter("kvport_transfer_retries_total", "Transfer calls that were started again."),
+		kills:         own.Counter("kvport_plugin_deadline_kills_total", "Plugins killed for a passed transfer deadline."),
+		events:        own.Counter("kvport_block_events_total", "Events of blocks that the connector has reported."),
+		lost:          own.Counter("kvport_block_events_lost_total", "Events of blocks that were lost before anybody read them."),
+		landing:       own.Gauge("kvport_landing_slots_used", "Slots of landing memory that transfers have."),
+		placed:        own.Counter("kvport_placed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and loaded from there without a call of the plugin."),
+		placedMatches: own.Counter("kvport_placed_matches_total", "Matches that the host answered from its index of the connector's memory without a call of the plugin."),
+		arena:         own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
+		allocated:     own.Gauge("kvport_arena_allocated_bytes", "Bytes of kvport_arena_bytes that are allocated: the host does that in the background, from its start on."),
+		lostBlocks:    own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),
+		staleKeys:     own.Gauge("kvport_key_file_stale", "1 if the file of keys has changed and cannot be read: the keys that it had stay in use."),
+		answer:        own.Histogram("kvport_plugin_match_seconds", "Time the connector took to answer Match, of one call with one or more queries, also where nobody waited any more.", prometheus.ExponentialBuckets(1e-5, 4, 11)),
+		match:         own.Histogram("kvport_match_seconds", "Time the engine's loop spent in Match.", prometheus.ExponentialBuckets(1e-6, 4, 8)),
+		info:          s.With(prometheus.Labels{"connector": name, "trust": string(trust)}).Gauge("kvport_connector_info", "1 for the trust level at which the connector runs."),
 		unchecked: s.Counters("kvport_unverified_blocks_total",
 			"Loaded blocks for whose bytes there was no digest; reason: `lossy` (the connector may change bytes). They stay with their request.", "connector", "reason"),
 		children: newChildMetrics(s), vitals: newVitals(s),

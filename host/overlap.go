@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"sync"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -19,49 +20,134 @@ type arrival struct {
 }
 
 // loadOrOverlap is load, and lets the engine use layers as they come if the tracker says so and the plugin can. It returns
-// how many layers the engine may have used.
-func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (used int, err error) {
+// whether it did.
+func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (overlapped bool, err error) {
 	loader, ok := connector.As[connector.LayerLoader](w)
 	if !a.Overlap || !ok {
-		return 0, h.load(ctx, r, w, a)
+		return false, h.load(ctx, r, w, a)
 	}
 	count := &connector.LayerCount{}
 	watching, stop := context.WithCancel(ctx)
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		used = h.verifyLayers(watching, r, a, count)
+		h.verifyLayers(watching, r, a, count)
 	}()
 	err = loader.LoadLayers(ctx, a.Transfer, r.kv, count)
 	stop()
 	<-over
-	return used, err
+	return true, err
 }
 
 // verifyLayers checks layers as they arrive, until one is wrong, all are right or ctx is done. It is the check of the
-// whole load that says which blocks failed, and why. It returns how many were right.
-func (h *Host) verifyLayers(ctx context.Context, r *rank, a *tracker.Move, count *connector.LayerCount) (n int) {
-	for n < h.layers {
+// whole load that says which blocks failed, and why.
+func (h *Host) verifyLayers(ctx context.Context, r *rank, a *tracker.Move, count *connector.LayerCount) {
+	for n := 0; n < h.layers; {
 		final, err := count.Wait(ctx, n)
 		if final = min(final, h.layers); err != nil || final <= n {
-			return n
+			return
+		}
+		if ctx.Err() != nil {
+			return // all of it is about to be checked at once
 		}
 		bad := r.judge(a.Check, func(i int) error {
 			return r.hasher.CheckSegments(r.kv, a.Check[i], r.kv.Between(a.Check[i].Group, n, final))
 		})
 		if len(bad.corrupt)+len(bad.foreign)+len(bad.outdated) > 0 {
-			return n
+			return
 		}
 		n = final
 		h.mu.Lock()
 		h.do(h.tracker.Verified(time.Now(), a.ID, n))
 		h.mu.Unlock()
 	}
-	return n
 }
 
-// checkUsed checks what has arrived of a load of which the engine may have used layers. Into those layers of a partial
-// block it may have written what it computed, so they are not what was loaded any more; they were right before.
+// arriving says to the engine which layers of a load it may use, and remembers which it was given: into those of a partial
+// block it writes what it computes, so they are not what was loaded any more. Its methods are safe for concurrent use.
+type arriving struct {
+	connector.LayerCount
+
+	mu     sync.Mutex
+	used   int           // layers that the engine was given
+	checks int           // checks of the whole load that run: meanwhile the engine is given no more
+	over   chan struct{} // closed when the last of these checks is over
+
+	told bool // the engine knows of it; guarded by Host.mu
+}
+
+// Wait implements connector.Progress. It gives one layer more than the engine has seen: what the engine was given is not
+// checked again.
+func (a *arriving) Wait(ctx context.Context, seen int) (int, error) {
+	for {
+		if _, err := a.LayerCount.Wait(ctx, seen); err != nil {
+			return 0, err
+		}
+		a.mu.Lock()
+		if a.checks == 0 || seen < a.used {
+			a.used = max(a.used, seen+1)
+			a.mu.Unlock()
+			return seen + 1, nil
+		}
+		over := a.over
+		a.mu.Unlock()
+		select {
+		case <-over:
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+	}
+}
+
+// beginCheck says how many layers the engine was given; it is given no more before endCheck.
+func (a *arriving) beginCheck() (used int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.checks++; a.checks == 1 {
+		a.over = make(chan struct{})
+	}
+	return a.used
+}
+
+// endCheck says whether no other check runs.
+func (a *arriving) endCheck() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.checks--; a.checks == 0 {
+		close(a.over)
+	}
+	return a.checks == 0
+}
+
+// arrivingAs gives what the engine learns of a load. The caller holds h.mu.
+func (h *Host) arrivingAs(name arrival) *arriving {
+	a := h.arriving[name]
+	if a == nil {
+		a = &arriving{}
+		h.arriving[name] = a
+	}
+	return a
+}
+
+// checkOverlapped checks what has arrived of a load that the engine may be using, or may begin to use when the other ranks
+// have the first layer.
+func (h *Host) checkOverlapped(r *rank, a *tracker.Move, check []connector.Block) unreadable {
+	name := arrival{a.Step, a.Transfer.Request}
+	h.mu.Lock()
+	given := h.arrivingAs(name)
+	used := given.beginCheck()
+	h.mu.Unlock()
+	defer func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if given.endCheck() && !given.told {
+			delete(h.arriving, name)
+		}
+	}()
+	return r.checkUsed(a, check, used)
+}
+
+// checkUsed checks blocks, except the layers of a partial block that the engine was given.
 func (r *rank) checkUsed(a *tracker.Move, check []connector.Block, used int) unreadable {
 	partial := map[connector.Block]bool{} // without keys
 	for _, b := range a.Transfer.Blocks {
@@ -81,10 +167,9 @@ func (r *rank) checkUsed(a *tracker.Move, check []connector.Block, used int) unr
 // tellArriving says which layers of a load are verified. The caller holds h.mu.
 func (h *Host) tellArriving(b *tracker.Event) {
 	name := arrival{b.Step, b.Request}
-	count := h.arriving[name]
-	if count == nil {
-		count = &connector.LayerCount{}
-		h.arriving[name] = count
+	count := h.arrivingAs(name)
+	if !count.told {
+		count.told = true
 		defer h.events.put(Event{Kind: Arriving, Request: b.Request, Step: b.Step, Layers: count})
 	}
 	count.Advance(b.Layers)

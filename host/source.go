@@ -16,6 +16,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/place"
 	"github.com/kvport/kvport/internal/sandbox"
 	"github.com/kvport/kvport/internal/wire"
 )
@@ -32,6 +33,7 @@ type source struct {
 	sources  *Region          // where blocks of engines of other shapes are read to, for all ranks; nil: none come
 	started  func(pid, pidfd int) error
 	held     func(bytes int64) // told how large the arena is; may be nil
+	filled   func(bytes int64) // told how much of it has been allocated since; may be nil
 	promised *promised         // shared with the other plugins of the host
 	violated func(what string)
 	hurry    <-chan struct{}         // closed when the host closes
@@ -43,8 +45,10 @@ type source struct {
 	sched   int   // the host's own sides: see openAll
 	workers []int // by rank
 	prog    *plugin.Program
-	arena   *Arena   // empty if the connector asks for none
-	env     []string // names of environment variables of the plugin
+	arena   *Arena               // empty if the connector asks for none
+	place   *placement           // nil: this plugin's blocks are not placed
+	placed  *connector.Placement // of the life that opens
+	env     []string             // names of environment variables of the plugin
 	needs   connector.Needs
 	box     box
 	info    connector.Info
@@ -85,6 +89,7 @@ func (s *source) close() error {
 	if s == nil || s.prog == nil {
 		return nil
 	}
+	s.place.close()
 	s.left.Close()
 	return errors.Join(s.prog.Close(), s.arena.Close())
 }
@@ -147,7 +152,19 @@ func (s *source) open(ctx context.Context, l *life) error {
 	} else if err := s.describeAgain(ctx, l.proc.Remote); err != nil {
 		return err
 	}
+	s.openPlacement()
 	return s.openSides(ctx, l)
+}
+
+// openPlacement prepares the arena for a connector that places. One that cannot be placed is used by message alone.
+func (s *source) openPlacement() {
+	if s.placed = nil; s.info.Capabilities&connector.CanPlace == 0 {
+		return
+	}
+	var err error
+	if s.placed, err = s.place.reopen(s.arena.Bytes()); err != nil && !errors.Is(err, place.ErrUnsupported) {
+		s.log.Warn("blocks are not placed, each is matched and loaded by a call of the plugin", "connector", s.info.Name, "error", err)
+	}
 }
 
 // openError says that a side did not open. Which plugin it was is said by start if there was no answer.
@@ -381,7 +398,7 @@ func (s *source) openSides(ctx context.Context, l *life) error {
 }
 
 func (s *source) openSide(ctx context.Context, l *life, o opening) (io.Closer, error) {
-	o.env.Arena = s.arena.Bytes()
+	o.env.Arena, o.env.Placement = s.arena.Bytes(), s.placed
 	err := s.keys.give(&o.env, s.name, &s.info)
 	if err != nil {
 		return nil, err

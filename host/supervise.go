@@ -164,6 +164,7 @@ func (s *source) renew() error {
 	if !s.left.Spoil(false) {
 		return nil
 	}
+	s.place.close()
 	err := s.arena.Renew()
 	if err == nil && s.reland != nil {
 		err = s.reland()

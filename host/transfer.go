@@ -112,7 +112,11 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Source != nil {
 		return h.reshape(ctx, g, a)
 	}
-	used, err := h.loadOrOverlap(ctx, r, w, a)
+	if h.loadPlaced(r, a) {
+		fault.Crash("host.load.checked")
+		return tracker.Outcome{}
+	}
+	overlapped, err := h.loadOrOverlap(ctx, r, w, a)
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
@@ -122,10 +126,21 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Check == nil { // they get no digests: that would say that they are right (rule TAINT-01)
 		h.metrics.unchecked.WithLabelValues(h.metrics.name, "lossy").Add(float64(len(tracker.Arrived(t.Blocks, err))))
 	}
-	found := h.arrive(r, a, used, err)
+	found := h.arrive(r, a, overlapped, err)
 	fault.Crash("host.load.checked")
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
+}
+
+// loadPlaced loads all blocks of a move without the plugin; false if that is not possible. Blocks that are not verified,
+// and those of a ticket, are always the plugin's.
+func (h *Host) loadPlaced(r *rank, a *tracker.Move) bool {
+	blocks := a.Transfer.Blocks
+	if len(a.Check) != len(blocks) || len(a.Transfer.Ticket) > 0 || !h.place.load(r, a.Rank, a.Check) {
+		return false
+	}
+	h.metrics.placed.Add(float64(len(blocks)))
+	return true
 }
 
 // save lets a worker read the blocks of a move: in the cache, or a copy of them.
@@ -144,6 +159,13 @@ type tellingSaver interface {
 }
 
 func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID, t *connector.Transfer, kv *connector.KV) error {
+	if p, places := connector.As[connector.Placer](w); places && h.place != nil {
+		slots, err := p.SavePlaced(ctx, t, kv, h.place.takeUsed())
+		if wrong := h.place.learn(slots); wrong != nil {
+			h.violation("placement: " + wrong.Error())
+		}
+		return err
+	}
 	s, tells := w.(tellingSaver)
 	if !tells {
 		return w.Save(ctx, t, kv)
@@ -166,12 +188,12 @@ func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker
 	return a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
 }
 
-// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. The engine
-// may have used some layers of it.
-func (h *Host) arrive(r *rank, a *tracker.Move, used int, err error) (found unreadable) {
+// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. overlapped
+// says that the engine may be using layers of it.
+func (h *Host) arrive(r *rank, a *tracker.Move, overlapped bool, err error) (found unreadable) {
 	check := tracker.Arrived(a.Check, err)
-	if used > 0 {
-		return r.checkUsed(a, check, used)
+	if overlapped {
+		return h.checkOverlapped(r, a, check)
 	}
 	if r.landing == nil {
 		return r.checkDigests(check)

@@ -356,11 +356,11 @@ func (f *failing) missing(got []connector.HoldID) (all []string) {
 	return all
 }
 
-// TestMasked: a composite passes on every power, except layers beside a child that plans, and says so.
+// TestMasked: a composite passes on every power, except place, and layers beside a child that plans, and says so.
 func TestMasked(t *testing.T) {
 	all := connector.Info{}
 	for _, p := range connector.Powers() {
-		require.NotZero(t, multiconnector.Powers&p.Bit, p.Name)
+		require.Equal(t, p.Bit != connector.CanPlace, multiconnector.Powers&p.Bit != 0, p.Name)
 		all.Capabilities |= p.Bit
 	}
 	layers := connector.Info{Capabilities: connector.CanLayers}
@@ -385,4 +385,10 @@ func TestMasked(t *testing.T) {
 		}
 	}
 	require.Empty(t, (&multiconnector.Child{Role: connector.RoleBoth, Info: all}).Masked(all))
+	consumer := multiconnector.Child{Name: "A", Role: connector.RoleConsumer, Info: all}
+	m, err := multiconnector.New("Multi", []multiconnector.Child{consumer})
+	require.NoError(t, err)
+	masked := consumer.Masked(m.Info())
+	require.Len(t, masked, 1)
+	require.Contains(t, masked[0], "place: ")
 }

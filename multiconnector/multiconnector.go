@@ -74,10 +74,20 @@ const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | conn
 // Masked lists the powers of the child that the composite does not pass on, as its Info says, each with what that costs.
 // Powers that a child's role has no use for are left out.
 func (c *Child) Masked(composite connector.Info) []string {
-	if c.powers()&^composite.Capabilities&connector.CanLayers == 0 {
-		return nil
+	var out []string
+	for _, m := range []struct {
+		power connector.Capability
+		used  bool
+		cost  string
+	}{
+		{connector.CanLayers, c.Role.Saves(), "another child decides about blocks that were computed, so all are saved when the step is"},
+		{connector.CanPlace, c.Role.Loads(), "each block is matched and loaded by a call of the plugin"},
+	} {
+		if c.Info.Capabilities&^composite.Capabilities&m.power != 0 && m.used {
+			out = append(out, fmt.Sprintf("%v: %s", m.power, m.cost))
+		}
 	}
-	return []string{fmt.Sprintf("%v: another child decides about blocks that were computed, so all are saved when the step is", connector.CanLayers)}
+	return out
 }
 
 // DefaultPatience is how long a child may take over one answer before the others go on without it.

@@ -22,10 +22,20 @@ type arrivals struct {
 	mu    sync.Mutex
 	there []int // by child that is asked: how many layers
 	told  int
+	over  bool // a part has failed, so no further layer is announced (rule OVERLAP-01)
 }
 
-// begin prepares for a number of children, whose parts are the whole load.
-func (a *arrivals) begin(children int) { a.there = make([]int, children) }
+// of are the arrivals of a round with a number of children, whose parts are the whole load.
+func (a *arrivals) of(children int) *arrivals {
+	return &arrivals{out: a.out, there: make([]int, children)}
+}
+
+// fail says that a part of the load has failed.
+func (a *arrivals) fail() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.over = true
+}
 
 // begun reports whether a layer was announced.
 func (a *arrivals) begun() bool {
@@ -51,7 +61,7 @@ func (c *childArrivals) Advance(n int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.there[c.child] = max(a.there[c.child], n)
-	if least := slices.Min(a.there); least > a.told {
+	if least := slices.Min(a.there); least > a.told && !a.over {
 		a.told = least
 		a.out.Advance(least)
 	}
@@ -75,6 +85,8 @@ func (l *loading) oneByLayer(ctx context.Context, a *ask, arrived connector.Arri
 	})
 	if whole {
 		arrived.Advance(l.kv.Layout().Layers())
+	} else {
+		l.arrived.fail()
 	}
 	return bad, err
 }

@@ -231,7 +231,7 @@ func (l *loading) run(ctx context.Context, asks []ask) {
 		l.arrived = nil // it lacks some, or others are asked for a part
 	}
 	if l.arrived != nil {
-		l.arrived.begin(len(asks))
+		l.arrived = l.arrived.of(len(asks))
 	}
 	bad := make([]map[connector.Block]bool, len(asks))
 	errs := make([]error, len(asks))

@@ -20,6 +20,7 @@ type side struct {
 	kv        *connector.KV
 	memory    [][]byte       // kv's regions, and behind them what Reshape reads into, if the host has that
 	board     *shm.BoardView // nil if the host has none
+	placing   bool           // the host has placed the arena
 	log       *slog.Logger
 	close     func() error // closes the half, then frees its memory
 }
@@ -46,6 +47,7 @@ func (s *session) dispatch(ctx context.Context, c *call, answer *kvportv1.Sessio
 func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionResponse) error {
 	var move func(context.Context, *connector.Transfer, *connector.KV) error
 	var m *kvportv1.Transfer
+	moved := &kvportv1.Moved{}
 	switch request := c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Load:
 		fault.Crash("sdk.load")
@@ -53,7 +55,7 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 		defer fault.Crash("sdk.loaded")
 	case *kvportv1.SessionRequest_Save:
 		fault.Crash("sdk.save")
-		move, m = w.worker.Save, request.Save
+		move, m = w.save(request.Save, moved), request.Save
 		defer fault.Crash("sdk.saved")
 	case *kvportv1.SessionRequest_SaveLayers:
 		save, err := w.saveLayers(request.SaveLayers)
@@ -87,8 +89,24 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 	if err := within(&t, w.kv); err != nil {
 		return err
 	}
-	answer.Result = &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}
+	answer.Result = &kvportv1.SessionResponse_Moved{Moved: moved}
 	return move(ctx, &t, w.kv)
+}
+
+// save is the worker's Save, which fills moved if the worker is a Placer whose arena the host has placed.
+func (w *side) save(m *kvportv1.Transfer, moved *kvportv1.Moved) func(context.Context, *connector.Transfer, *connector.KV) error {
+	placer, ok := connector.As[connector.Placer](w.worker)
+	if !ok || !w.placing {
+		return w.worker.Save
+	}
+	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		used, err := wire.SlotsFromProto("save.used", m.GetUsed())
+		if err != nil {
+			return err
+		}
+		moved.Placed, err = placer.SavePlaced(ctx, t, kv, used)
+		return err
+	}
 }
 
 // within makes sure that a transfer's blocks are in the memory that it is about.
@@ -349,7 +367,7 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 		}
 	}
 	opened = true
-	return &side{worker: worker, kv: kv, memory: views, board: board, close: func() (err error) {
+	return &side{worker: worker, kv: kv, memory: views, board: board, placing: o.Env.Placement != nil, close: func() (err error) {
 		defer func() { err = errors.Join(err, free()) }() // even if Close panics
 		return worker.Close()
 	}}, nil

@@ -12,40 +12,41 @@ import (
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
 
-// mover moves the blocks of a transfer.
-type mover = func(context.Context, *connector.Transfer, *connector.KV) error
-
 // saveLayers calls the worker's SaveLayers with the counter that a message names.
-func (w *side) saveLayers(m *kvportv1.SaveLayers) (mover, error) {
+func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
 	s, err := wire.SaveLayersFromProto(m)
 	if err != nil {
 		return nil, err
 	}
-	p := &boardProgress{board: w.board, slot: s.Slot, call: s.Call, layers: w.kv.Layout().Layers()}
-	return counted[connector.LayerWorker, connector.Progress](w, connector.CanLayers, p, connector.LayerWorker.SaveLayers)
+	worker, of, err := counted[connector.LayerWorker](w, connector.CanLayers, s.Slot, s.Call)
+	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		return worker.SaveLayers(ctx, t, kv, &boardProgress{of})
+	}, err
 }
 
-// counted makes a mover of the worker side's method that goes layer by layer, if it has it and there are counters for that.
-func counted[T, C any](w *side, bit connector.Capability, count C, move func(T, context.Context, *connector.Transfer, *connector.KV, C) error) (mover, error) {
+// counted is the worker side as one that goes layer by layer, if it can and has counters for that, and the counter of one
+// call.
+func counted[T any](w *side, bit connector.Capability, slot int, call uint32) (T, counter, error) {
 	worker, err := power[T](w.worker, bit)
 	if err != nil {
-		return nil, err
+		return worker, counter{}, err
 	}
 	if w.board == nil {
-		return nil, fmt.Errorf("%v: the side was opened without counters: %w", bit, connector.ErrIncompatible)
+		return worker, counter{}, fmt.Errorf("%v: the side was opened without counters: %w", bit, connector.ErrIncompatible)
 	}
-	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-		return move(worker, ctx, t, kv, count)
-	}, nil
+	return worker, counter{board: w.board, slot: slot, call: call, layers: w.kv.Layout().Layers()}, nil
 }
 
-// boardProgress is the Progress of one call: a counter that the host advances in shared memory.
-type boardProgress struct {
+// counter is what host and plugin count the layers of one call with, in shared memory.
+type counter struct {
 	board  *shm.BoardView
 	slot   int
 	call   uint32
 	layers int
 }
+
+// boardProgress is the Progress of one call: the host advances its counter.
+type boardProgress struct{ counter }
 
 // Wait implements connector.Progress.
 func (p *boardProgress) Wait(ctx context.Context, seen int) (int, error) {
@@ -63,21 +64,20 @@ func (p *boardProgress) Wait(ctx context.Context, seen int) (int, error) {
 }
 
 // loadLayers calls the worker's LoadLayers, and counts with the counter that a message names.
-func (w *side) loadLayers(m *kvportv1.LoadLayers) (mover, error) {
+func (w *side) loadLayers(m *kvportv1.LoadLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
 	l, err := wire.LoadLayersFromProto(m)
 	if err != nil {
 		return nil, err
 	}
-	a := &boardArrivals{board: w.board, slot: l.Slot, call: l.Call, layers: w.kv.Layout().Layers()}
-	return counted[connector.LayerLoader, connector.Arrivals](w, connector.CanOverlap, a, connector.LayerLoader.LoadLayers)
+	worker, of, err := counted[connector.LayerLoader](w, connector.CanOverlap, l.Slot, l.Call)
+	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		return worker.LoadLayers(ctx, t, kv, &boardArrivals{counter: of})
+	}, err
 }
 
 // boardArrivals are the Arrivals of one call: a counter in shared memory that the host looks at.
 type boardArrivals struct {
-	board  *shm.BoardView
-	slot   int
-	call   uint32
-	layers int
+	counter
 
 	mu   sync.Mutex
 	told int

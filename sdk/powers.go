@@ -10,7 +10,16 @@ import (
 )
 
 // storePowers are the optional powers that a Store can have.
-const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents
+const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanPlace
+
+// Placing is a Store with CanPlace: it keeps blocks in slots of Env.Arena as Env.Placement says, if that is set. The memory
+// tier does so.
+type Placing interface {
+	// Placed names the slots in which blocks with these keys lie. Blocks that lie nowhere are left out.
+	Placed(keys []connector.StoreKey) []uint32
+	// Used counts as a use of what lies in each of the slots, in this order.
+	Used(slots []uint32)
+}
 
 // powers are Capabilities, and what the fields say that are short for some.
 func (d *Definition) powers() connector.Capability {
@@ -50,10 +59,48 @@ func (d *Definition) has(store connector.Store) error {
 	if _, ok := store.(Watchable); !ok {
 		lacks |= connector.CanEvents
 	}
+	if _, ok := store.(Placing); !ok {
+		lacks |= connector.CanPlace
+	}
 	if lacks &= d.Capabilities; lacks != 0 {
 		return fmt.Errorf("Definition.Capabilities claims %v, but the Store lacks its methods: %w", lacks, connector.ErrIncompatible)
 	}
 	return nil
+}
+
+// Capabilities implements connector.Partial.
+func (w *storeWorker) Capabilities() connector.Capability { return w.powers }
+
+// SavePlaced implements connector.Placer.
+func (w *storeWorker) SavePlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32) (placed []uint32, err error) {
+	store, ok := w.store.(Placing)
+	if !ok {
+		return nil, fmt.Errorf("the connector cannot %v: %w", connector.CanPlace, connector.ErrIncompatible)
+	}
+	if len(used) > 0 { // before the save, which may evict
+		err = wire.Guard(w.log, "used", func() error {
+			store.Used(used)
+			return nil
+		})
+	}
+	if err == nil {
+		err = w.Save(ctx, t, kv)
+	}
+	if err != nil {
+		return nil, err
+	}
+	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
+	keys := make([]connector.StoreKey, 0, len(t.Blocks))
+	for _, b := range t.Blocks {
+		if b.Key != (connector.BlockKey{}) {
+			keys = append(keys, connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard))
+		}
+	}
+	err = wire.Guard(w.log, "placed", func() error {
+		placed = store.Placed(keys)
+		return nil
+	})
+	return placed, err
 }
 
 // Capabilities implements connector.Partial.

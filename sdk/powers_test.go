@@ -18,6 +18,7 @@ type powerful struct {
 	*memory
 	removed func([]connector.StoreKey)
 	resets  atomic.Int32
+	used    []uint32
 }
 
 func (p *powerful) Watch(removed func([]connector.StoreKey)) { p.removed = removed }
@@ -31,6 +32,24 @@ func (p *powerful) Reset(context.Context) (bool, error) {
 
 func (p *powerful) Stats(context.Context) ([]connector.Stat, error) {
 	return []connector.Stat{{Name: "blocks", Value: float64(len(p.data))}}, nil
+}
+
+// Placed says that each block lies in the slot that its key begins with.
+func (p *powerful) Placed(keys []connector.StoreKey) (slots []uint32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, k := range keys {
+		if _, ok := p.data[k]; ok {
+			slots = append(slots, uint32(k[0]))
+		}
+	}
+	return slots
+}
+
+func (p *powerful) Used(slots []uint32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.used = append(p.used, slots...)
 }
 
 func powerfulDefinition() Definition {
@@ -66,8 +85,8 @@ func TestStorePowers(t *testing.T) {
 	scheduler, worker := open(t, p, testEnv(0, 1))
 	defer scheduler.Close()
 	defer worker.Close()
-	require.Equal(t, storePowers, connector.CapabilitiesOf(scheduler))
-	require.Zero(t, connector.CapabilitiesOf(worker))
+	require.Equal(t, storePowers&^connector.CanPlace, connector.CapabilitiesOf(scheduler))
+	require.Equal(t, connector.CanPlace, connector.CapabilitiesOf(worker))
 
 	bs, kv := blocks(3), testKV(t, 1)
 	require.NoError(t, worker.Save(t.Context(), &connector.Transfer{Blocks: bs}, kv))
@@ -95,7 +114,7 @@ func TestStorePowersAreClaimed(t *testing.T) {
 	d := powerfulDefinition()
 	_, err := storeOf(d, newMemory()).Scheduler(t.Context(), testEnv(0, 1), nil)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
-	require.ErrorContains(t, err, "claims reset,stat,events, but the Store lacks its methods")
+	require.ErrorContains(t, err, "claims reset,stat,events,place, but the Store lacks its methods")
 
 	d.Capabilities, d.Stats = 0, nil
 	s, err := storeOf(d, &powerful{memory: newMemory()}).Scheduler(t.Context(), testEnv(0, 1), nil)
@@ -116,6 +135,44 @@ func TestStorePowersAreClaimed(t *testing.T) {
 		require.ErrorIs(t, err, connector.ErrIncompatible)
 		require.ErrorContains(t, err, want)
 	}
+}
+
+// What was read counts before the save, and a save that fails names nothing.
+func TestSavePlaced(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	_, worker := open(t, storeOf(powerfulDefinition(), store), testEnv(0, 1))
+	defer worker.Close()
+	placer, ok := connector.As[connector.Placer](worker)
+	require.True(t, ok)
+	bs, kv := blocks(3), testKV(t, 1)
+	fail := error(nil)
+	store.before = func(call string, _ int) error {
+		if call == "put" {
+			require.Len(t, store.used, 2)
+			return fail
+		}
+		return nil
+	}
+	slots, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: append(blocks(3), connector.Block{ID: 5})}, kv, []uint32{7, 1 << 31})
+	require.NoError(t, err)
+	want := make([]uint32, len(bs))
+	for i, b := range bs {
+		k := connector.NewStoreKey(b.Key, testEnv(0, 1).Shape, b.Group, connector.Shard{World: 1})
+		want[i] = uint32(k[0])
+	}
+	require.Equal(t, want, slots, "the partial block lies nowhere")
+	require.Equal(t, []uint32{7, 1 << 31}, store.used)
+	fail = errors.New("disk")
+	slots, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs}, kv, nil)
+	require.ErrorIs(t, err, fail)
+	require.Empty(t, slots)
+
+	d := powerfulDefinition()
+	d.Capabilities &^= connector.CanPlace
+	_, other := open(t, storeOf(d, &powerful{memory: newMemory()}), testEnv(0, 1))
+	defer other.Close()
+	_, ok = connector.As[connector.Placer](other)
+	require.False(t, ok, "the definition does not claim it")
 }
 
 // Rule EVENT-01: a block is stored when all ranks have it, and removed with the first part.

@@ -33,11 +33,21 @@ func (r *regions) arena(want wire.Region) (_ []byte, free func() error, err erro
 	if want.Size == 0 {
 		return nil, func() error { return nil }, nil
 	}
-	views, free, err := r.acquire([]wire.Region{want}, shm.MapOnDemand)
+	views, free, err := r.acquire([]wire.Region{want}, mapArena)
 	if err != nil {
 		return nil, nil, fmt.Errorf("arena: %w", err)
 	}
 	return views[0], free, nil
+}
+
+// mapArena maps an arena, whose pages this process maps in the background as the host allocates them.
+func mapArena(fd int, size int64) (*shm.Region, error) {
+	region, err := shm.MapOnDemand(fd, size)
+	if err != nil {
+		return nil, err
+	}
+	region.Warm()
+	return region, nil
 }
 
 // board maps the counters of SaveLayers and LoadLayers. It returns nil if the host has none. free waits until nobody reads

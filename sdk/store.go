@@ -29,7 +29,7 @@ type Definition struct {
 	MatchFetches bool
 
 	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
-	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]).
+	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]), CanPlace for [Placing].
 	// If the Store lacks one of them, the side does not open.
 	Capabilities connector.Capability
 	Stats        []connector.StatInfo // what the Store's Stats method reports
@@ -100,7 +100,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return nil, err
 			}
-			return &storeWorker{side}, nil
+			return &storeWorker{side, d.Capabilities}, nil
 		},
 	}
 }
@@ -288,7 +288,10 @@ func (s *storeScheduler) lookup(ctx context.Context, runs [][]connector.StoreKey
 	return found, nil
 }
 
-type storeWorker struct{ storeSide }
+type storeWorker struct {
+	storeSide
+	powers connector.Capability
+}
 
 // Load implements connector.Worker.
 func (w *storeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {

@@ -56,6 +56,12 @@ func TestStoreReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.StoreReference(), nil))
 }
 
+func TestPlacingReference(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.PlacingReference(), nil))
+	conformance.Run(t, conformance.Wire(mutants.PlacingReference(), nil))
+	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.PlacingReference(), nil)), conformance.Place)
+}
+
 func TestArenaReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.ArenaReference(), nil))
 	conformance.Run(t, conformance.Wire(mutants.ArenaReference(), nil))

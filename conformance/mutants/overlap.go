@@ -105,6 +105,18 @@ func overlapFaults() []fault {
 				return nil
 			})
 		})},
+		{"writes a layer of its last block once more at the end", "overlap-still", onOverlap(func(c overlapCall) error {
+			return c.load(func() error {
+				c.digests()
+				c.layers(c.arrived.Advance)
+				awhile()
+				last := *c.t
+				last.Blocks = last.Blocks[len(last.Blocks)-1:]
+				c.t = &last
+				c.write(0)
+				return nil
+			})
+		})},
 		{"announces the layers of what it has of a load", "overlap-missing", onOverlap(func(c overlapCall) error {
 			err := c.Load(c.ctx, c.t, c.kv)
 			c.arrived.Advance(c.count())

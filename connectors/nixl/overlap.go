@@ -50,6 +50,9 @@ func (l *landing) pullStages(ctx context.Context, at *pendingQuestion, p *reads,
 	}
 	from := 0
 	for _, s := range p.stages {
+		if err := ctx.Err(); err != nil {
+			return err // nothing is being written here
+		}
 		part := *l
 		part.local, part.remote = l.local[from:s.end], l.remote[from:s.end]
 		one := read{mode: m.mode, transport: m.transport}

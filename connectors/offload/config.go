@@ -153,18 +153,15 @@ func (c *Config) options(env *connector.Env) tier.Options {
 		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log,
 	}
 	o.Fit(&env.Layout)
-	o.Memory = c.memory(env, o.SlotBytes)
+	o.Memory, o.Slots, o.Placement = env.Arena, c.slots(env), env.Placement
 	return o
 }
 
-// memory is what the memory tier lives in: the arena, or as much of it as num_cpu_blocks takes.
-func (c *Config) memory(env *connector.Env, largest int64) []byte {
-	if c.CPUBlocks == 0 {
-		return env.Arena
-	}
+// slots is how many blocks the memory tier keeps, if num_cpu_blocks says so; 0: as many as fit.
+func (c *Config) slots(env *connector.Env) int {
 	piece, err := c.piece(env.Layout.Groups)
 	if err != nil {
-		return env.Arena // Open has refused it
+		return 0 // Open has refused it
 	}
-	return env.Arena[:tier.ArenaBytes(c.CPUBlocks*piece*env.World, largest)]
+	return c.CPUBlocks * piece * env.World
 }

@@ -73,7 +73,7 @@ func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int,
 }
 
 // Capabilities are the optional powers of a Store.
-const Capabilities = connector.CanReset | connector.CanStat | connector.CanEvents
+const Capabilities = connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanPlace
 
 // Medium is where the blocks are, for whoever is told that they come and go.
 const Medium = connector.MediumMemory

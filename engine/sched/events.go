@@ -41,7 +41,7 @@ func (s *Scheduler) Commit(sampled []int32) *connector.Step {
 
 // Fail ends the requests of the planned step: computing them failed and left their KV undefined.
 func (s *Scheduler) Fail(err error) *connector.Step {
-	for _, c := range s.chunks {
+	for _, c := range s.Postpone() {
 		c.seq.handed = 0
 		s.end(c.seq, connector.ReasonError, fmt.Errorf("%w: %w", ErrCompute, err))
 	}

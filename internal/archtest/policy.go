@@ -101,12 +101,15 @@ func kvportNames() map[string]int {
 	}
 }
 
-// imports are the rows of kvport, of what attacks it, and of placement, which nothing uses yet.
+// imports are the rows of kvport, of what attacks it, and of placement.
 func imports() map[string][]string {
 	rows := kvportImports()
 	rows["conformance/internal/model"] = []string{"connector"} // pure
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["internal/place"] = []string{"connector"}
+	rows["host"] = append(rows["host"], "internal/place")
+	rows["conformance"] = append(rows["conformance"], "internal/place")
+	rows["connectors/internal/tier"] = []string{"connector", "connectors/internal/storekit", "internal/fault", "internal/machine", "internal/place"}
 	rows["verify/simulate/fleet"] = []string{"engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
 	rows["verify/protocol"] = []string{"connector", "internal/shm", "proto/..."}

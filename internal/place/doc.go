@@ -7,5 +7,5 @@
 // The [Host] believes nothing of what it reads there: its index is private, and each hit is checked against the header.
 //
 // The package has no clock, goroutine or I/O, and holds no lock while it accesses shared memory, so that a simulator can
-// stop either end before each access. Nothing in the product uses it yet.
+// stop either end before each access. The product has a [Host] that reads, and a [Shelf]: a plugin that writes its slots itself.
 package place

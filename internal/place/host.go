@@ -79,6 +79,25 @@ func (h *Host) Reset() (epoch uint64) {
 	return h.epoch
 }
 
+// Draw draws serials, n of them, for blocks that the plugin writes itself, and gives the first.
+func (h *Host) Draw(n uint64) (first uint64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	first = h.serial + 1
+	h.serial += n
+	return first
+}
+
+// Forget empties the index. Notices of what the plugin has said before come too late.
+func (h *Host) Forget() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.index = newIndex(h.g.Slots)
+	for s := range h.turns {
+		h.turns[s]++
+	}
+}
+
 // Resident is the number of blocks in the index.
 func (h *Host) Resident() int {
 	h.mu.Lock()

@@ -47,6 +47,12 @@ func (g Geometry) ArenaBytes() int64 { return g.bytesAt(Slot(g.Slots)) }
 // WordsBytes is the size of the memory that has the host's words.
 func (g Geometry) WordsBytes() int64 { return g.pinAt(Slot(g.Slots)) }
 
+// SlotAt is where a slot's bytes begin, and Stride is from there to the next slot's.
+func (g Geometry) SlotAt(s Slot) int64 { return g.bytesAt(s) }
+
+// Stride is the distance of two slots.
+func (g Geometry) Stride() int64 { return g.stride() }
+
 func (g Geometry) has(s Slot) bool { return int64(s) < int64(g.Slots) }
 
 func (g Geometry) stride() int64 { return (g.SlotBytes + slotAlign - 1) &^ (slotAlign - 1) }

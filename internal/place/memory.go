@@ -39,6 +39,10 @@ func Map(b []byte) (Memory, error) {
 	if !supported {
 		return nil, ErrUnsupported
 	}
+	return wrap(b)
+}
+
+func wrap(b []byte) (Memory, error) {
 	if len(b) == 0 || uintptr(unsafe.Pointer(&b[0]))%8 != 0 {
 		return nil, fmt.Errorf("%d bytes that do not begin at a multiple of 8: %w", len(b), ErrGeometry)
 	}

@@ -32,6 +32,9 @@ type Region struct {
 	data []byte
 	size int64
 	file *os.File // nil where the descriptor belongs to somebody else
+
+	cold    chan struct{} // closed to end Warm; nil before it
+	warming sync.WaitGroup
 }
 
 // Create makes a zeroed region of size bytes under a name that shows in /proc. All its pages are
@@ -158,6 +161,7 @@ func (r *Region) Close() error {
 	if r.data == nil {
 		return nil
 	}
+	r.chill()
 	err := munmap(r.data)
 	r.data = nil
 	if r.file != nil {

@@ -66,8 +66,10 @@ type (
 		Computing bool
 		Layers    int
 		GivenUp   bool
-		// Overlap says that the engine may use layers of the load before it is over: Verified reports each.
+		// Overlap says that the engine may use layers of the load before it is over: Verified reports each, and Arriving
+		// names the load by its step.
 		Overlap bool
+		Step    uint64
 	}
 	// Advance says that more layers are final of what a call with Computing saves, or that no more will be.
 	Advance struct {

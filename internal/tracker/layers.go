@@ -92,6 +92,9 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 	c.layers = max(c.layers, min(n, b.cfg.Layers))
 	all := b.cfg.Layers
 	for _, c := range o.calls {
+		if c.state != running && c.state != over {
+			return b.take() // it is tried again, which writes all of its layers
+		}
 		all = min(all, c.layers)
 	}
 	if all > o.arrived && len(o.failed) == 0 {

@@ -130,6 +130,23 @@ func TestVerifiedOnEveryRank(t *testing.T) {
 }
 
 // Rule OVERLAP-03: what the engine may be reading is not loaded again, neither after ErrBusy nor by the next process.
+// A rank that has announced a layer and is tried again writes that layer again, so the engine does not learn of it before.
+func TestOverlapWaitsForTheLastAttempt(t *testing.T) {
+	b := overlapped(t, 2)
+	b.start(Load, 1)
+	moves := all[Move](b)
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	b.done(moves[1], Outcome{Err: connector.ErrBusy})
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	require.Empty(t, all[Tell](b))
+	b.after(b.cfg.BackoffMax)
+	again := one[Move](b)
+	require.Equal(t, 1, again.Rank)
+	require.Empty(t, all[Tell](b))
+	b.got(b.Verified(b.now, again.ID, 1))
+	require.Equal(t, Arriving, b.event().Kind)
+}
+
 func TestOverlapIsOneAttempt(t *testing.T) {
 	for name, end := range map[string]func(b *bench, m Move){
 		"busy": func(b *bench, m Move) { b.done(m, Outcome{Err: connector.ErrBusy}) },

@@ -82,6 +82,17 @@ func MatchesFromProto(m *kvportv1.MatchResponse, want int) ([]connector.Match, e
 	})
 }
 
+// MaxPlaced bounds the slots that a save names, and those that it tells the plugin about.
+const MaxPlaced = 1 << 16
+
+// SlotsFromProto checks a list of slots.
+func SlotsFromProto(name string, slots []uint32) ([]uint32, error) {
+	if len(slots) > MaxPlaced {
+		return nil, malformed("%s has %d slots, limit %d", name, len(slots), MaxPlaced)
+	}
+	return slots, nil
+}
+
 // TransferToProto converts a Transfer.
 func TransferToProto(t *connector.Transfer) *kvportv1.Transfer {
 	return &kvportv1.Transfer{

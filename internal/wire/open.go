@@ -53,6 +53,9 @@ func OpenToProto(o *Open) *kvportv1.Open {
 	if o.Arena.Size > 0 {
 		m.Arena = regionToProto(&o.Arena)
 	}
+	if p := o.Env.Placement; p != nil {
+		m.Placement = &kvportv1.Placement{Slots: count(p.Slots), SlotBytes: uint64(p.SlotBytes), Epoch: p.Epoch, Serial: p.Serial}
+	}
 	if o.Progress.Size > 0 {
 		m.Progress = regionToProto(&o.Progress)
 	}
@@ -104,6 +107,15 @@ func (o *Open) memoryFromProto(m *kvportv1.Open) (err error) {
 	if m.GetArena() != nil {
 		if o.Arena, err = regionFromProto(m.GetArena()); err != nil {
 			return fmt.Errorf("open.arena: %w", err)
+		}
+	}
+	if p := m.GetPlacement(); p != nil {
+		o.Env.Placement = &connector.Placement{Slots: int(p.GetSlots()), SlotBytes: int64(p.GetSlotBytes()), Epoch: p.GetEpoch(), Serial: p.GetSerial()}
+		if err := o.Env.Placement.Validate(); err != nil {
+			return malformed("open.placement: %v", err)
+		}
+		if o.Arena.Size == 0 {
+			return malformed("open.placement: there is no arena")
 		}
 	}
 	if m.GetProgress() != nil {

@@ -96,6 +96,7 @@ def main():
     if args.list:
         for name in names:
             print(f"{name}: {LINES[name][1]}")
+        print("connectors: " + ", ".join(sorted(setups())))
         return 0
     args.scratch = tempfile.mkdtemp(prefix="kvport-sglang-")
     os.environ["XDG_RUNTIME_DIR"] = args.scratch  # short, private and gone afterwards

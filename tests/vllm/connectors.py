@@ -108,6 +108,11 @@ def apart(setup):
     return setup.peers or setup.shared
 
 
+def handover(setup):
+    """The one of lines that need but one connector between a prefill and a decode engine."""
+    return setup.typical == "peers"
+
+
 def line(name):
     """Those whose fixture names a line of run.py."""
     return lambda setup: name in setup.lines

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 
+import client
 import connectors
 import equal
 import events
@@ -31,6 +32,7 @@ LINES = {
     "serve": (equal.served, "`vllm serve` in several processes: cold, warm, second turn give vLLM's own tokens"),
     "route": (equal.routed, "two `vllm serve` behind `kvport route` and behind vLLM's own kind of proxy: vLLM's own tokens"),
     "events": (events.events, "two `vllm serve` behind `kvport route`, prefix_aware by KV events: vLLM's own tokens, hits where predicted"),
+    "client": (client.client, "`vllm bench serve` sends 200 requests to `kvport serve`, prefill and decode, behind `kvport route`: none fails"),
     "ttft": (timing.ttft, "an external hit of 1,350 tokens against vLLM's own prefix-cache hit and LMCache, in alternation"),
     "zerocopy": (memory.shared, "a third process maps the same memory as vLLM and the plugin and sees the blocks"),
     "steps": (timing.steps, "what the hooks add to a step without a transfer"),
@@ -43,7 +45,7 @@ LINES = {
 
 # What a line runs with; the others run with one store of files.
 SELECTS = {"connectors": connectors.alone, "together": connectors.alone, "pd": connectors.apart,
-           "route": connectors.line("route"), "ttft": connectors.line("ttft")}
+           "route": connectors.line("route"), "client": connectors.handover, "ttft": connectors.line("ttft")}
 
 
 def show(options, names):

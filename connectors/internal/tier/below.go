@@ -120,9 +120,9 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 			continue
 		}
 		h, _ := b.memory.header(id)
-		data := b.memory.block(id, int(h.length))
+		data := b.memory.block(id, int(h.Length))
 		digests := len(data) - b.o.Digests[len(data)]
-		items = append(items, b.item(j.key, h.expires, data[:digests], data[digests:]))
+		items = append(items, b.item(j.key, h.Expires, data[:digests], data[digests:]))
 		ids = append(ids, id)
 	}
 	if len(items) == 0 {

@@ -106,6 +106,20 @@ func (x *Index) Touch(k connector.StoreKey) {
 	}
 }
 
+// use counts a hit of an entry, and gives its key; false if it is not visible.
+func (x *Index) use(id uint32) (k connector.StoreKey, ok bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if int(id) >= len(x.keys) {
+		return k, false
+	}
+	if k = x.keys[id]; x.table.find(&k, x.table.hashOf(&k)) != id {
+		return k, false
+	}
+	x.policy.touch(id)
+	return k, true
+}
+
 // Release takes back one pin.
 func (x *Index) Release(id uint32) {
 	x.mu.Lock()

@@ -2,29 +2,26 @@ package tier
 
 import (
 	"bytes"
-	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/place"
 )
 
 // memory is the tier in an arena.
 type memory struct {
 	*arena
-	o      *Options
-	index  *Index
-	c      *counts
-	serial atomic.Uint64
+	o     *Options
+	index *Index
+	c     *counts
 
 	fillMu sync.Mutex
 	fills  map[connector.StoreKey]chan struct{} // blocks that are being written; closed when they are
@@ -59,9 +56,12 @@ func newMemory(o *Options, c *counts) (*memory, error) {
 	if mem == nil {
 		mem = make([]byte, o.MemoryBytes)
 	}
-	a, whole, torn, err := openArena(mem, o.SlotBytes)
+	a, whole, torn, err := openArena(mem, o.SlotBytes, o.Placement)
 	if err != nil {
 		return nil, err
+	}
+	if o.Slots > 0 {
+		a.slots = min(a.slots, o.Slots)
 	}
 	index, err := NewIndex(a.slots, o.Policy)
 	if err != nil {
@@ -77,17 +77,20 @@ func newMemory(o *Options, c *counts) (*memory, error) {
 	if o.TTL > 0 {
 		m.expires = make([]atomic.Int64, a.slots)
 	}
-	m.serial.Store(a.generation)
 	index.came, index.gone = func(id uint32) { m.changed(id, true) }, m.gone
 	c.Count(func(n *Stats) { n.Torn += uint64(torn) })
 	for _, f := range whole {
-		m.account(f.tenant, int64(f.length)) // what is there stays, over the quota or not
-		if m.expires != nil {
-			m.expires[f.id].Store(f.expires)
+		if int(f.Slot) >= a.slots { // of a life that used more of them
+			a.Retire(f.Slot)
+			continue
 		}
-		index.adopt(f.id, f.key)
+		m.account(f.Tenant, int64(f.Length)) // what is there stays, over the quota or not
+		if m.expires != nil {
+			m.expires[f.Slot].Store(f.Expires)
+		}
+		index.adopt(uint32(f.Slot), f.Key)
 	}
-	c.Count(func(n *Stats) { n.Adopted += uint64(len(whole)) })
+	c.Count(func(n *Stats) { n.Adopted += uint64(index.Len()) })
 	return m, nil
 }
 
@@ -100,7 +103,7 @@ func (m *memory) changed(id uint32, stored bool) {
 // gone is called for every block that leaves, before its slot is used again.
 func (m *memory) gone(id uint32) {
 	if h, ok := m.header(id); ok {
-		m.account(h.tenant, -int64(h.length))
+		m.account(h.Tenant, -int64(h.Length))
 	}
 	m.clear(id)
 	m.lowered[id].Store(notLowered)
@@ -144,13 +147,13 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 		}
 		h, ok := m.header(id)
 		switch {
-		case !ok || h.key != k:
+		case !ok || h.Key != k:
 			err = fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
 		case m.expired(id):
 			err = errAbsent
-		case size >= 0 && int(h.length) != size:
+		case size >= 0 && int(h.Length) != size:
 			m.index.Release(id)
-			return 0, fmt.Errorf("block of %d bytes, stored are %d: %w", size, h.length, connector.ErrIncompatible)
+			return 0, fmt.Errorf("block of %d bytes, stored are %d: %w", size, h.Length, connector.ErrIncompatible)
 		default:
 			return id, nil
 		}
@@ -213,7 +216,7 @@ func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, kno
 		m.c.Count(func(n *Stats) { n.Evicted++ })
 	}
 	f.id, f.slot = id, m.block(id, size)
-	m.arena.begin(id)
+	m.Begin(place.Slot(id))
 	return f, false, nil, nil
 }
 
@@ -233,9 +236,7 @@ func (m *memory) fillDone(f *fill) {
 // commit makes a written slot visible and leaves it pinned.
 func (m *memory) commit(f *fill, lowered uint32) {
 	defer m.fillDone(f)
-	m.publish(f.id, &header{
-		length: uint32(len(f.slot)), generation: m.serial.Add(1), key: f.key, expires: f.expires, tenant: f.tenant,
-	})
+	m.Publish(place.Slot(f.id), &place.Header{Length: uint32(len(f.slot)), Key: f.key, Expires: f.expires, Tenant: f.tenant})
 	if m.expires != nil {
 		m.expires[f.id].Store(f.expires)
 	}
@@ -313,11 +314,11 @@ func (p *pins) forget(id uint32) {
 	p.loads[id] = 0
 }
 
-// arena is slots in memory that may outlive this process.
+// arena is slots in memory that may outlive this process, as package place lays them out.
 type arena struct {
-	shape
-	mem        []byte
-	generation uint64 // of the last write; under the memory's lock
+	*place.Shelf
+	slotBytes int64
+	slots     int // that are used
 }
 
 // ArenaHead is how much an arena takes beyond its slots and 256 bytes for each, at most.
@@ -326,89 +327,47 @@ const ArenaHead = 2 * superSize
 // ArenaBytes is the size of an arena with n slots of slotBytes.
 func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
 
-// found is a slot that a former process left.
+// openArena takes memory into use, whatever is in it. found are the blocks that are whole, in the
+// order in which they were written; torn is the number of slots that are not. Everything else is free.
+// p is how the host divides the memory, which it reads; nil: nobody but this process reads it.
+func openArena(mem []byte, slotBytes int64, p *connector.Placement) (a *arena, found []place.Found, torn int, err error) {
+	g, o := place.Fit(int64(len(mem)), slotBytes, MaxEntries), place.ShelfOpening{}
+	if p != nil {
+		g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
+		if err := g.Validate(); err != nil || p.SlotBytes != slotBytes || g.ArenaBytes() > int64(len(mem)) {
+			return nil, nil, 0, fmt.Errorf("the host has placed %d slots of %d bytes in %d, want slots of %d: %w", p.Slots, p.SlotBytes, len(mem), slotBytes, connector.ErrIncompatible)
+		}
+	}
+	if g.Slots < 1 {
+		return nil, nil, 0, fmt.Errorf("an arena of %d bytes has no room for a block of %d: %w", len(mem), slotBytes, connector.ErrIncompatible)
+	}
+	memory, err := place.Private(mem[:g.ArenaBytes()])
+	if err != nil {
+		return nil, nil, 0, fmt.Errorf("arena: %w: %w", err, connector.ErrIncompatible)
+	}
+	shelf, found, torn, err := place.OpenShelf(memory, g, o, time.Now().UnixMilli())
+	if err != nil {
+		return nil, nil, 0, fmt.Errorf("arena: %w: %w", err, connector.ErrIncompatible)
+	}
+	return &arena{Shelf: shelf, slotBytes: slotBytes, slots: g.Slots}, found, torn, nil
+}
+
+// block is the bytes of a slot.
+func (a *arena) block(id uint32, length int) []byte { return a.Bytes(place.Slot(id), length) }
+
+// clear says that the slot holds nothing.
+func (a *arena) clear(id uint32) { a.Retire(place.Slot(id)) }
+
+// header reads back what a slot was published with.
+func (a *arena) header(id uint32) (h place.Header, ok bool) { return a.Header(place.Slot(id)) }
+
+// found is a slot of the disk tier that a former process left.
 type found struct {
 	header
 	id uint32
 }
 
-// openArena takes memory into use, whatever is in it. found are the blocks that are whole, in the
-// order in which they were written; torn is the number of slots that are not. Everything else is free.
-func openArena(mem []byte, slotBytes int64) (a *arena, whole []found, torn int, err error) {
-	a = &arena{shape: fit(int64(len(mem)), slotBytes), mem: mem}
-	if a.slots < 1 {
-		return nil, nil, 0, fmt.Errorf("an arena of %d bytes has no room for a block of %d: %w", len(mem), slotBytes, connector.ErrIncompatible)
-	}
-	if super := a.super(); !bytes.Equal(mem[:len(super)], super) {
-		if fresh := make([]byte, superSize); !bytes.Equal(mem[:superSize], fresh) { // else nobody has written, and every slot is free: none is touched
-			for id := range uint32(a.slots) {
-				a.clear(id)
-			}
-		}
-		copy(mem, super)
-		return a, nil, 0, nil
-	}
-	now := time.Now().UnixMilli()
-	seen := map[connector.StoreKey]uint64{}
-	for id := range uint32(a.slots) {
-		b := a.head(id)
-		var h header
-		switch state := word(b).Load(); {
-		case state == stateFree:
-			continue
-		case state != stateReady || !h.decode(b) || int64(h.length) > slotBytes:
-			torn++
-		case h.expires == 0 || h.expires > now:
-			whole = append(whole, found{h, id})
-			seen[h.key] = max(seen[h.key], h.generation)
-			a.generation = max(a.generation, h.generation)
-			continue
-		}
-		a.clear(id)
-	}
-	whole = slices.DeleteFunc(whole, func(f found) bool { // of a block that was written again, keep the later one
-		old := f.generation < seen[f.key]
-		if old {
-			a.clear(f.id)
-		}
-		return old
-	})
-	slices.SortFunc(whole, func(a, b found) int { return cmp.Compare(a.generation, b.generation) })
-	return a, whole, torn, nil
-}
-
-func (a *arena) head(id uint32) []byte {
-	at := a.headerAt(id)
-	return a.mem[at : at+headerSize : at+headerSize]
-}
-
-// block is the bytes of a slot.
-func (a *arena) block(id uint32, length int) []byte {
-	at := a.slotAt(id)
-	return a.mem[at : at+int64(length) : at+int64(length)]
-}
-
-// begin takes a slot out of use: from here to publish it holds no block.
-func (a *arena) begin(id uint32) { word(a.head(id)).Store(stateWriting) }
-
-// publish says that the slot holds all of a block.
-func (a *arena) publish(id uint32, h *header) {
-	b := a.head(id)
-	h.encode(b)
-	word(b).Store(stateReady)
-}
-
-// clear says that the slot holds nothing.
-func (a *arena) clear(id uint32) { word(a.head(id)).Store(stateFree) }
-
-// header reads back what publish wrote.
-func (a *arena) header(id uint32) (h header, ok bool) {
-	b := a.head(id)
-	ok = word(b).Load() == stateReady && h.decode(b)
-	return h, ok
-}
-
-// Both tiers are a row of slots of one size with a row of headers before them:
+// The disk tier is a row of slots of one size with a row of headers before them:
 //
 //	0      superblock: magic, version, slot size, number of slots, checksum
 //	4096   headers, 128 bytes each
@@ -437,7 +396,7 @@ type header struct {
 	key        connector.StoreKey
 	expires    int64 // Unix time in ms; 0: never
 	tenant     uint64
-	data       xxh3.Uint128 // of the block's bytes; zero in memory, where a reader's host has a digest
+	data       xxh3.Uint128 // of the block's bytes
 }
 
 // encode writes all but the state, which comes first.
@@ -504,10 +463,6 @@ func (s shape) super() []byte {
 	binary.LittleEndian.PutUint64(b[32:], xxh3.Hash(b[:32]))
 	return b
 }
-
-// word is a state in shared memory. It is stored after what it vouches for, also in the eyes of the
-// process that finds it when this one is dead.
-func word(b []byte) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&b[0])) }
 
 // piece is one copy to make.
 type piece struct{ dst, src []byte }

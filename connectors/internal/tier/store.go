@@ -213,6 +213,36 @@ func (s *Store) promote(ctx context.Context, items []connector.Item, from []int,
 	}
 }
 
+// Placed implements sdk.Placing.
+func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
+	s.gate.RLock()
+	defer s.gate.RUnlock()
+	slots := make([]uint32, 0, len(keys))
+	for _, k := range keys {
+		if id := s.memory.index.entry(k); id != none && !s.memory.expired(id) {
+			slots = append(slots, id)
+		}
+	}
+	return slots
+}
+
+// Used implements sdk.Placing: the host has read what lies in the slots, or lay there.
+func (s *Store) Used(slots []uint32) {
+	s.gate.RLock()
+	defer s.gate.RUnlock()
+	for _, id := range slots {
+		k, ok := s.memory.index.use(id)
+		if !ok {
+			continue
+		}
+		if h, ok := s.memory.header(id); ok {
+			s.mem.Count(func(n *Stats) { n.read(int(h.Length)) })
+		}
+		s.memory.pins.loaded(s.memory.index, id, k)
+		s.writeBehind(k, id)
+	}
+}
+
 // Put implements connector.Store. The cause of an item that was not stored is ErrThreshold, a
 // *QuotaError, ErrPinned, or what connector.Store says.
 func (s *Store) Put(ctx context.Context, items []connector.Item) error {
@@ -425,6 +455,10 @@ type Options struct {
 	// The caller owns it and keeps it until Close has returned. nil: MemoryBytes of this process.
 	Memory      []byte
 	MemoryBytes int64
+	// Placement is Env.Placement, if Memory is Env.Arena as a whole.
+	Placement *connector.Placement
+	// Slots limits how many blocks are kept in memory; 0: as many as fit.
+	Slots int
 	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
 	Policy string
 	// StoreThreshold is how often a block is offered before it is stored; 0 and 1: at once.
@@ -482,7 +516,7 @@ func (o *Options) Validate() error {
 	bad := func(what string, value any) error {
 		return fmt.Errorf("tier: %s is %v: %w", what, value, connector.ErrIncompatible)
 	}
-	for _, n := range []int{o.PinAfter, o.Prefetch, o.WriteBehind, o.Workers, o.Tracked, int(min(o.TTL, 0)), int(min(o.TenantBytes, 0))} {
+	for _, n := range []int{o.Slots, o.PinAfter, o.Prefetch, o.WriteBehind, o.Workers, o.Tracked, int(min(o.TTL, 0)), int(min(o.TenantBytes, 0))} {
 		if n < 0 {
 			return bad("a limit", "negative")
 		}

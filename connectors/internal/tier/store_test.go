@@ -199,7 +199,7 @@ func TestHeaderDamagedWhileOpen(t *testing.T) {
 	s := open(t, Options{Memory: arena})
 	puts(t, s, 1)
 	id := s.memory.index.entry(storeKey(1))
-	s.memory.head(id)[20] ^= 1
+	arena[superSize+headerSize*int(id)+20] ^= 1
 	require.ErrorIs(t, gets(t, s, 1), connector.ErrCorrupt)
 	require.False(t, present(t, s, 1))
 	puts(t, s, 1)
@@ -464,11 +464,11 @@ func TestFreshArenaIsNotTouched(t *testing.T) {
 	mem[len(mem)-1] = 7
 	last := fit(int64(len(mem)), 4096).headerAt(100)
 	mem[last] = 7
-	_, _, _, err := openArena(mem, 4096)
+	_, _, _, err := openArena(mem, 4096, nil)
 	require.NoError(t, err)
 	require.EqualValues(t, 7, mem[last])
 	mem[100] = 1 // somebody has used it
-	_, _, _, err = openArena(mem[:len(mem)-4096], 4096)
+	_, _, _, err = openArena(mem[:len(mem)-4096], 4096, nil)
 	require.NoError(t, err)
 	require.Zero(t, mem[last])
 }

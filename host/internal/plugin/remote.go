@@ -258,14 +258,36 @@ func (p *workerProxy) Save(ctx context.Context, t *connector.Transfer, _ *connec
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Save{Save: wire.TransferToProto(t)}})
 }
 
+// SavePlaced implements connector.Placer.
+func (p *workerProxy) SavePlaced(ctx context.Context, t *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	m := wire.TransferToProto(t)
+	m.Used = used
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Save{Save: m}}
+	moved, err := p.moved(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	placed, err := wire.SlotsFromProto("moved.placed", moved.GetPlaced())
+	return placed, p.broken(req, err)
+}
+
 // move waits for the answer however long it takes: the end of ctx ends the plugin's wait, but only
 // its answer says that the blocks are untouched from now on.
 func (p *workerProxy) move(ctx context.Context, req *kvportv1.SessionRequest) error {
-	r, err := p.call(ctx, req, forever)
-	if err == nil && r.GetMoved() == nil {
-		err = p.broken(req, wrongAnswer(req))
-	}
+	_, err := p.moved(ctx, req)
 	return err
+}
+
+func (p *workerProxy) moved(ctx context.Context, req *kvportv1.SessionRequest) (*kvportv1.Moved, error) {
+	r, err := p.call(ctx, req, forever)
+	if err != nil {
+		return nil, err
+	}
+	m := r.GetMoved()
+	if m == nil {
+		return nil, p.broken(req, wrongAnswer(req))
+	}
+	return m, nil
 }
 
 // SaveLayers implements connector.LayerWorker. The counter that the plugin waits for is fed from

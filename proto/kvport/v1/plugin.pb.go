@@ -41,21 +41,23 @@ const (
 	Capability_CAPABILITY_LEASE       Capability = 7
 	Capability_CAPABILITY_RESHAPE     Capability = 8
 	Capability_CAPABILITY_OVERLAP     Capability = 9
+	Capability_CAPABILITY_PLACE       Capability = 10
 )
 
 // Enum value maps for Capability.
 var (
 	Capability_name = map[int32]string{
-		0: "CAPABILITY_UNSPECIFIED",
-		1: "CAPABILITY_PLAN",
-		2: "CAPABILITY_HOLD",
-		3: "CAPABILITY_RESET",
-		4: "CAPABILITY_STAT",
-		5: "CAPABILITY_EVENTS",
-		6: "CAPABILITY_LAYERS",
-		7: "CAPABILITY_LEASE",
-		8: "CAPABILITY_RESHAPE",
-		9: "CAPABILITY_OVERLAP",
+		0:  "CAPABILITY_UNSPECIFIED",
+		1:  "CAPABILITY_PLAN",
+		2:  "CAPABILITY_HOLD",
+		3:  "CAPABILITY_RESET",
+		4:  "CAPABILITY_STAT",
+		5:  "CAPABILITY_EVENTS",
+		6:  "CAPABILITY_LAYERS",
+		7:  "CAPABILITY_LEASE",
+		8:  "CAPABILITY_RESHAPE",
+		9:  "CAPABILITY_OVERLAP",
+		10: "CAPABILITY_PLACE",
 	}
 	Capability_value = map[string]int32{
 		"CAPABILITY_UNSPECIFIED": 0,
@@ -68,6 +70,7 @@ var (
 		"CAPABILITY_LEASE":       7,
 		"CAPABILITY_RESHAPE":     8,
 		"CAPABILITY_OVERLAP":     9,
+		"CAPABILITY_PLACE":       10,
 	}
 )
 
@@ -1546,8 +1549,9 @@ type Open struct {
 	LinkKey   []byte                 `protobuf:"bytes,16,opt,name=link_key,json=linkKey,proto3" json:"link_key,omitempty"`       // 32 bytes, for peers to know each other by; absent: an older host
 	RouterKey []byte                 `protobuf:"bytes,17,opt,name=router_key,json=routerKey,proto3" json:"router_key,omitempty"` // 32 bytes, what the deployment's routers sign with; absent: not for this connector
 	// Further keys that peers and routers may have while the deployment's key is replaced: accepted, and never used first. At most 15 each.
-	MoreLinkKeys   [][]byte `protobuf:"bytes,18,rep,name=more_link_keys,json=moreLinkKeys,proto3" json:"more_link_keys,omitempty"`
-	MoreRouterKeys [][]byte `protobuf:"bytes,19,rep,name=more_router_keys,json=moreRouterKeys,proto3" json:"more_router_keys,omitempty"`
+	MoreLinkKeys   [][]byte   `protobuf:"bytes,18,rep,name=more_link_keys,json=moreLinkKeys,proto3" json:"more_link_keys,omitempty"`
+	MoreRouterKeys [][]byte   `protobuf:"bytes,19,rep,name=more_router_keys,json=moreRouterKeys,proto3" json:"more_router_keys,omitempty"`
+	Placement      *Placement `protobuf:"bytes,20,opt,name=placement,proto3" json:"placement,omitempty"` // how the arena is divided, for plugins with CAPABILITY_PLACE; absent: the host does not read it
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1715,6 +1719,82 @@ func (x *Open) GetMoreRouterKeys() [][]byte {
 	return nil
 }
 
+func (x *Open) GetPlacement() *Placement {
+	if x != nil {
+		return x.Placement
+	}
+	return nil
+}
+
+// Placement divides an arena into slots that the host reads: docs/spec/placement.md.
+type Placement struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Slots         uint32                 `protobuf:"varint,1,opt,name=slots,proto3" json:"slots,omitempty"`
+	SlotBytes     uint64                 `protobuf:"varint,2,opt,name=slot_bytes,json=slotBytes,proto3" json:"slot_bytes,omitempty"`
+	Epoch         uint64                 `protobuf:"varint,3,opt,name=epoch,proto3" json:"epoch,omitempty"`   // of headers
+	Serial        uint64                 `protobuf:"varint,4,opt,name=serial,proto3" json:"serial,omitempty"` // the first that this life may draw
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Placement) Reset() {
+	*x = Placement{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Placement) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Placement) ProtoMessage() {}
+
+func (x *Placement) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Placement.ProtoReflect.Descriptor instead.
+func (*Placement) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *Placement) GetSlots() uint32 {
+	if x != nil {
+		return x.Slots
+	}
+	return 0
+}
+
+func (x *Placement) GetSlotBytes() uint64 {
+	if x != nil {
+		return x.SlotBytes
+	}
+	return 0
+}
+
+func (x *Placement) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *Placement) GetSerial() uint64 {
+	if x != nil {
+		return x.Serial
+	}
+	return 0
+}
+
 // Ring is memory for two rings of frames beside the session's stream: it begins at an offset of a
 // descriptor that the plugin inherited. A plugin that does not know it leaves Opened.ring unset, and all
 // messages go over the stream. Rules RING-01 to RING-08 say what is in it.
@@ -1729,7 +1809,7 @@ type Ring struct {
 
 func (x *Ring) Reset() {
 	*x = Ring{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1741,7 +1821,7 @@ func (x *Ring) String() string {
 func (*Ring) ProtoMessage() {}
 
 func (x *Ring) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[9]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1754,7 +1834,7 @@ func (x *Ring) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ring.ProtoReflect.Descriptor instead.
 func (*Ring) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{9}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Ring) GetFd() uint32 {
@@ -1790,7 +1870,7 @@ type Region struct {
 
 func (x *Region) Reset() {
 	*x = Region{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1802,7 +1882,7 @@ func (x *Region) String() string {
 func (*Region) ProtoMessage() {}
 
 func (x *Region) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[10]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1815,7 +1895,7 @@ func (x *Region) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Region.ProtoReflect.Descriptor instead.
 func (*Region) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{10}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Region) GetFd() uint32 {
@@ -1843,7 +1923,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1855,7 +1935,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[11]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1868,7 +1948,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{11}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Group) GetBlockTokens() uint32 {
@@ -1908,7 +1988,7 @@ type Segment struct {
 
 func (x *Segment) Reset() {
 	*x = Segment{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1920,7 +2000,7 @@ func (x *Segment) String() string {
 func (*Segment) ProtoMessage() {}
 
 func (x *Segment) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[12]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1933,7 +2013,7 @@ func (x *Segment) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Segment.ProtoReflect.Descriptor instead.
 func (*Segment) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{12}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Segment) GetLayer() int32 {
@@ -2004,7 +2084,7 @@ type Layout struct {
 
 func (x *Layout) Reset() {
 	*x = Layout{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2016,7 +2096,7 @@ func (x *Layout) String() string {
 func (*Layout) ProtoMessage() {}
 
 func (x *Layout) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[13]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2029,7 +2109,7 @@ func (x *Layout) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Layout.ProtoReflect.Descriptor instead.
 func (*Layout) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{13}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Layout) GetName() string {
@@ -2070,7 +2150,7 @@ type Opened struct {
 
 func (x *Opened) Reset() {
 	*x = Opened{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2082,7 +2162,7 @@ func (x *Opened) String() string {
 func (*Opened) ProtoMessage() {}
 
 func (x *Opened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[14]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2095,7 +2175,7 @@ func (x *Opened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Opened.ProtoReflect.Descriptor instead.
 func (*Opened) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{14}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Opened) GetCapabilities() []Capability {
@@ -2125,7 +2205,7 @@ type Blocks struct {
 
 func (x *Blocks) Reset() {
 	*x = Blocks{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2137,7 +2217,7 @@ func (x *Blocks) String() string {
 func (*Blocks) ProtoMessage() {}
 
 func (x *Blocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[15]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2150,7 +2230,7 @@ func (x *Blocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Blocks.ProtoReflect.Descriptor instead.
 func (*Blocks) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{15}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Blocks) GetKeys() []byte {
@@ -2188,7 +2268,7 @@ type Query struct {
 
 func (x *Query) Reset() {
 	*x = Query{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2200,7 +2280,7 @@ func (x *Query) String() string {
 func (*Query) ProtoMessage() {}
 
 func (x *Query) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[16]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2213,7 +2293,7 @@ func (x *Query) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Query.ProtoReflect.Descriptor instead.
 func (*Query) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{16}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Query) GetRequest() string {
@@ -2267,7 +2347,7 @@ type MatchRequest struct {
 
 func (x *MatchRequest) Reset() {
 	*x = MatchRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2279,7 +2359,7 @@ func (x *MatchRequest) String() string {
 func (*MatchRequest) ProtoMessage() {}
 
 func (x *MatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[17]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2292,7 +2372,7 @@ func (x *MatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchRequest.ProtoReflect.Descriptor instead.
 func (*MatchRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{17}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *MatchRequest) GetQueries() []*Query {
@@ -2314,7 +2394,7 @@ type Match struct {
 
 func (x *Match) Reset() {
 	*x = Match{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2326,7 +2406,7 @@ func (x *Match) String() string {
 func (*Match) ProtoMessage() {}
 
 func (x *Match) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[18]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2339,7 +2419,7 @@ func (x *Match) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Match.ProtoReflect.Descriptor instead.
 func (*Match) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{18}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Match) GetTokens() uint32 {
@@ -2379,7 +2459,7 @@ type MatchResponse struct {
 
 func (x *MatchResponse) Reset() {
 	*x = MatchResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2391,7 +2471,7 @@ func (x *MatchResponse) String() string {
 func (*MatchResponse) ProtoMessage() {}
 
 func (x *MatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[19]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2404,7 +2484,7 @@ func (x *MatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchResponse.ProtoReflect.Descriptor instead.
 func (*MatchResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{19}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *MatchResponse) GetMatches() []*Match {
@@ -2423,14 +2503,15 @@ type Transfer struct {
 	Ticket        []byte                 `protobuf:"bytes,5,opt,name=ticket,proto3" json:"ticket,omitempty"`
 	Extra         []byte                 `protobuf:"bytes,6,opt,name=extra,proto3" json:"extra,omitempty"`
 	Replace       bool                   `protobuf:"varint,7,opt,name=replace,proto3" json:"replace,omitempty"`
-	Tenant        uint64                 `protobuf:"fixed64,8,opt,name=tenant,proto3" json:"tenant,omitempty"` // whose request it is, for quotas; 0: nobody's in particular
+	Tenant        uint64                 `protobuf:"fixed64,8,opt,name=tenant,proto3" json:"tenant,omitempty"`   // whose request it is, for quotas; 0: nobody's in particular
+	Used          []uint32               `protobuf:"varint,9,rep,packed,name=used,proto3" json:"used,omitempty"` // of a save, if the side has a placement: slots that the host has read since the last one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Transfer) Reset() {
 	*x = Transfer{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2442,7 +2523,7 @@ func (x *Transfer) String() string {
 func (*Transfer) ProtoMessage() {}
 
 func (x *Transfer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[20]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2455,7 +2536,7 @@ func (x *Transfer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Transfer.ProtoReflect.Descriptor instead.
 func (*Transfer) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{20}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Transfer) GetRequest() string {
@@ -2514,6 +2595,13 @@ func (x *Transfer) GetTenant() uint64 {
 	return 0
 }
 
+func (x *Transfer) GetUsed() []uint32 {
+	if x != nil {
+		return x.Used
+	}
+	return nil
+}
+
 // SaveLayers is a save of blocks that are still being computed. Its counter is the 64-bit word at offset
 // 64 + 8*slot of Open.progress, little endian: call in the upper half, in the lower one the number of
 // layers that are final, 2^32-1 when the engine has given up. While the upper half is another one, or the
@@ -2530,7 +2618,7 @@ type SaveLayers struct {
 
 func (x *SaveLayers) Reset() {
 	*x = SaveLayers{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2542,7 +2630,7 @@ func (x *SaveLayers) String() string {
 func (*SaveLayers) ProtoMessage() {}
 
 func (x *SaveLayers) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[21]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2555,7 +2643,7 @@ func (x *SaveLayers) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveLayers.ProtoReflect.Descriptor instead.
 func (*SaveLayers) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{21}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SaveLayers) GetTransfer() *Transfer {
@@ -2594,7 +2682,7 @@ type LoadLayers struct {
 
 func (x *LoadLayers) Reset() {
 	*x = LoadLayers{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2606,7 +2694,7 @@ func (x *LoadLayers) String() string {
 func (*LoadLayers) ProtoMessage() {}
 
 func (x *LoadLayers) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[22]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2619,7 +2707,7 @@ func (x *LoadLayers) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadLayers.ProtoReflect.Descriptor instead.
 func (*LoadLayers) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{22}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LoadLayers) GetTransfer() *Transfer {
@@ -2658,7 +2746,7 @@ type Reshape struct {
 
 func (x *Reshape) Reset() {
 	*x = Reshape{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2670,7 +2758,7 @@ func (x *Reshape) String() string {
 func (*Reshape) ProtoMessage() {}
 
 func (x *Reshape) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[23]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2683,7 +2771,7 @@ func (x *Reshape) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reshape.ProtoReflect.Descriptor instead.
 func (*Reshape) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{23}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Reshape) GetTransfer() *Transfer {
@@ -2735,7 +2823,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2747,7 +2835,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[24]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2760,7 +2848,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{24}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Ended) GetRequest() string {
@@ -2819,7 +2907,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2831,7 +2919,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[25]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2844,7 +2932,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{25}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Step) GetId() uint64 {
@@ -2899,7 +2987,7 @@ type Plan struct {
 
 func (x *Plan) Reset() {
 	*x = Plan{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2911,7 +2999,7 @@ func (x *Plan) String() string {
 func (*Plan) ProtoMessage() {}
 
 func (x *Plan) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[26]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2924,7 +3012,7 @@ func (x *Plan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Plan.ProtoReflect.Descriptor instead.
 func (*Plan) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{26}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Plan) GetLoads() []*Transfer {
@@ -2943,13 +3031,14 @@ func (x *Plan) GetSaves() []*Transfer {
 
 type Moved struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	Placed        []uint32               `protobuf:"varint,1,rep,packed,name=placed,proto3" json:"placed,omitempty"` // of a save, if the side has a placement: slots in which its blocks lie now
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Moved) Reset() {
 	*x = Moved{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2961,7 +3050,7 @@ func (x *Moved) String() string {
 func (*Moved) ProtoMessage() {}
 
 func (x *Moved) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[27]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2974,7 +3063,14 @@ func (x *Moved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Moved.ProtoReflect.Descriptor instead.
 func (*Moved) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{27}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *Moved) GetPlaced() []uint32 {
+	if x != nil {
+		return x.Placed
+	}
+	return nil
 }
 
 type FinishRequest struct {
@@ -2986,7 +3082,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2998,7 +3094,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[28]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3011,7 +3107,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{28}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -3034,7 +3130,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3046,7 +3142,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3059,7 +3155,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -3106,7 +3202,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3118,7 +3214,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3131,7 +3227,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -3149,7 +3245,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3161,7 +3257,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3174,7 +3270,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 type ConsumedResponse struct {
@@ -3186,7 +3282,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3198,7 +3294,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3211,7 +3307,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -3231,7 +3327,7 @@ type RenewalsRequest struct {
 
 func (x *RenewalsRequest) Reset() {
 	*x = RenewalsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3243,7 +3339,7 @@ func (x *RenewalsRequest) String() string {
 func (*RenewalsRequest) ProtoMessage() {}
 
 func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3256,7 +3352,7 @@ func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsRequest.ProtoReflect.Descriptor instead.
 func (*RenewalsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *RenewalsRequest) GetEnded() []uint64 {
@@ -3275,7 +3371,7 @@ type RenewalsResponse struct {
 
 func (x *RenewalsResponse) Reset() {
 	*x = RenewalsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3287,7 +3383,7 @@ func (x *RenewalsResponse) String() string {
 func (*RenewalsResponse) ProtoMessage() {}
 
 func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3300,7 +3396,7 @@ func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsResponse.ProtoReflect.Descriptor instead.
 func (*RenewalsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *RenewalsResponse) GetHolds() []uint64 {
@@ -3318,7 +3414,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3330,7 +3426,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3343,7 +3439,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 type ResetResponse struct {
@@ -3355,7 +3451,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3367,7 +3463,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3380,7 +3476,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -3398,7 +3494,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3410,7 +3506,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3423,7 +3519,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 // Stat is the present value of one number.
@@ -3438,7 +3534,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3450,7 +3546,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3463,7 +3559,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Stat) GetName() string {
@@ -3496,7 +3592,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3508,7 +3604,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3521,7 +3617,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -3539,7 +3635,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3551,7 +3647,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3564,7 +3660,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -3581,7 +3677,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3593,7 +3689,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3606,7 +3702,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3653,7 +3749,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3665,7 +3761,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3678,7 +3774,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3698,7 +3794,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3710,7 +3806,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3723,7 +3819,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3742,7 +3838,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3754,7 +3850,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3767,7 +3863,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{45}
 }
 
 type Closed struct {
@@ -3778,7 +3874,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3790,7 +3886,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3803,7 +3899,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{45}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{46}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3885,7 +3981,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
 	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
-	"\x06result\"\xf3\x04\n" +
+	"\x06result\"\xa7\x05\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
 	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x14\n" +
@@ -3907,7 +4003,14 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\n" +
 	"router_key\x18\x11 \x01(\fB\x03\x80\x01\x01R\trouterKey\x12)\n" +
 	"\x0emore_link_keys\x18\x12 \x03(\fB\x03\x80\x01\x01R\fmoreLinkKeys\x12-\n" +
-	"\x10more_router_keys\x18\x13 \x03(\fB\x03\x80\x01\x01R\x0emoreRouterKeys\"B\n" +
+	"\x10more_router_keys\x18\x13 \x03(\fB\x03\x80\x01\x01R\x0emoreRouterKeys\x122\n" +
+	"\tplacement\x18\x14 \x01(\v2\x14.kvport.v1.PlacementR\tplacement\"n\n" +
+	"\tPlacement\x12\x14\n" +
+	"\x05slots\x18\x01 \x01(\rR\x05slots\x12\x1d\n" +
+	"\n" +
+	"slot_bytes\x18\x02 \x01(\x04R\tslotBytes\x12\x14\n" +
+	"\x05epoch\x18\x03 \x01(\x04R\x05epoch\x12\x16\n" +
+	"\x06serial\x18\x04 \x01(\x04R\x06serial\"B\n" +
 	"\x04Ring\x12\x0e\n" +
 	"\x02fd\x18\x01 \x01(\rR\x02fd\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
@@ -3955,7 +4058,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05async\x18\x03 \x01(\bR\x05async\x12\x14\n" +
 	"\x05later\x18\x04 \x01(\bR\x05later\";\n" +
 	"\rMatchResponse\x12*\n" +
-	"\amatches\x18\x01 \x03(\v2\x10.kvport.v1.MatchR\amatches\"\xdb\x01\n" +
+	"\amatches\x18\x01 \x03(\v2\x10.kvport.v1.MatchR\amatches\"\xef\x01\n" +
 	"\bTransfer\x12\x18\n" +
 	"\arequest\x18\x01 \x01(\tR\arequest\x12\x12\n" +
 	"\x04from\x18\x02 \x01(\rR\x04from\x12\x16\n" +
@@ -3964,7 +4067,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06ticket\x18\x05 \x01(\fR\x06ticket\x12\x14\n" +
 	"\x05extra\x18\x06 \x01(\fR\x05extra\x12\x18\n" +
 	"\areplace\x18\a \x01(\bR\areplace\x12\x16\n" +
-	"\x06tenant\x18\b \x01(\x06R\x06tenant\"e\n" +
+	"\x06tenant\x18\b \x01(\x06R\x06tenant\x12\x12\n" +
+	"\x04used\x18\t \x03(\rR\x04used\"e\n" +
 	"\n" +
 	"SaveLayers\x12/\n" +
 	"\btransfer\x18\x01 \x01(\v2\x13.kvport.v1.TransferR\btransfer\x12\x12\n" +
@@ -3997,8 +4101,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05ended\x18\x06 \x03(\v2\x10.kvport.v1.EndedR\x05ended\"\\\n" +
 	"\x04Plan\x12)\n" +
 	"\x05loads\x18\x01 \x03(\v2\x13.kvport.v1.TransferR\x05loads\x12)\n" +
-	"\x05saves\x18\x02 \x03(\v2\x13.kvport.v1.TransferR\x05saves\"\a\n" +
-	"\x05Moved\"7\n" +
+	"\x05saves\x18\x02 \x03(\v2\x13.kvport.v1.TransferR\x05saves\"\x1f\n" +
+	"\x05Moved\x12\x16\n" +
+	"\x06placed\x18\x01 \x03(\rR\x06placed\"7\n" +
 	"\rFinishRequest\x12&\n" +
 	"\x05ended\x18\x01 \x03(\v2\x10.kvport.v1.EndedR\x05ended\"w\n" +
 	"\x04Hold\x12\x0e\n" +
@@ -4039,7 +4144,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x06Cancel\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\"\a\n" +
 	"\x05Close\"\b\n" +
-	"\x06Closed*\xf1\x01\n" +
+	"\x06Closed*\x87\x02\n" +
 	"\n" +
 	"Capability\x12\x1a\n" +
 	"\x16CAPABILITY_UNSPECIFIED\x10\x00\x12\x13\n" +
@@ -4051,7 +4156,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x11CAPABILITY_LAYERS\x10\x06\x12\x14\n" +
 	"\x10CAPABILITY_LEASE\x10\a\x12\x16\n" +
 	"\x12CAPABILITY_RESHAPE\x10\b\x12\x16\n" +
-	"\x12CAPABILITY_OVERLAP\x10\t*A\n" +
+	"\x12CAPABILITY_OVERLAP\x10\t\x12\x14\n" +
+	"\x10CAPABILITY_PLACE\x10\n" +
+	"*A\n" +
 	"\x04Side\x12\x14\n" +
 	"\x10SIDE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSIDE_SCHEDULER\x10\x01\x12\x0f\n" +
@@ -4116,7 +4223,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -4136,43 +4243,44 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*SessionRequest)(nil),    // 15: kvport.v1.SessionRequest
 	(*SessionResponse)(nil),   // 16: kvport.v1.SessionResponse
 	(*Open)(nil),              // 17: kvport.v1.Open
-	(*Ring)(nil),              // 18: kvport.v1.Ring
-	(*Region)(nil),            // 19: kvport.v1.Region
-	(*Group)(nil),             // 20: kvport.v1.Group
-	(*Segment)(nil),           // 21: kvport.v1.Segment
-	(*Layout)(nil),            // 22: kvport.v1.Layout
-	(*Opened)(nil),            // 23: kvport.v1.Opened
-	(*Blocks)(nil),            // 24: kvport.v1.Blocks
-	(*Query)(nil),             // 25: kvport.v1.Query
-	(*MatchRequest)(nil),      // 26: kvport.v1.MatchRequest
-	(*Match)(nil),             // 27: kvport.v1.Match
-	(*MatchResponse)(nil),     // 28: kvport.v1.MatchResponse
-	(*Transfer)(nil),          // 29: kvport.v1.Transfer
-	(*SaveLayers)(nil),        // 30: kvport.v1.SaveLayers
-	(*LoadLayers)(nil),        // 31: kvport.v1.LoadLayers
-	(*Reshape)(nil),           // 32: kvport.v1.Reshape
-	(*Ended)(nil),             // 33: kvport.v1.Ended
-	(*Step)(nil),              // 34: kvport.v1.Step
-	(*Plan)(nil),              // 35: kvport.v1.Plan
-	(*Moved)(nil),             // 36: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 37: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 38: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 39: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 40: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 41: kvport.v1.ConsumedResponse
-	(*RenewalsRequest)(nil),   // 42: kvport.v1.RenewalsRequest
-	(*RenewalsResponse)(nil),  // 43: kvport.v1.RenewalsResponse
-	(*ResetRequest)(nil),      // 44: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 45: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 46: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 47: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 48: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 49: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 50: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 51: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 52: kvport.v1.Cancel
-	(*Close)(nil),             // 53: kvport.v1.Close
-	(*Closed)(nil),            // 54: kvport.v1.Closed
+	(*Placement)(nil),         // 18: kvport.v1.Placement
+	(*Ring)(nil),              // 19: kvport.v1.Ring
+	(*Region)(nil),            // 20: kvport.v1.Region
+	(*Group)(nil),             // 21: kvport.v1.Group
+	(*Segment)(nil),           // 22: kvport.v1.Segment
+	(*Layout)(nil),            // 23: kvport.v1.Layout
+	(*Opened)(nil),            // 24: kvport.v1.Opened
+	(*Blocks)(nil),            // 25: kvport.v1.Blocks
+	(*Query)(nil),             // 26: kvport.v1.Query
+	(*MatchRequest)(nil),      // 27: kvport.v1.MatchRequest
+	(*Match)(nil),             // 28: kvport.v1.Match
+	(*MatchResponse)(nil),     // 29: kvport.v1.MatchResponse
+	(*Transfer)(nil),          // 30: kvport.v1.Transfer
+	(*SaveLayers)(nil),        // 31: kvport.v1.SaveLayers
+	(*LoadLayers)(nil),        // 32: kvport.v1.LoadLayers
+	(*Reshape)(nil),           // 33: kvport.v1.Reshape
+	(*Ended)(nil),             // 34: kvport.v1.Ended
+	(*Step)(nil),              // 35: kvport.v1.Step
+	(*Plan)(nil),              // 36: kvport.v1.Plan
+	(*Moved)(nil),             // 37: kvport.v1.Moved
+	(*FinishRequest)(nil),     // 38: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 39: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 40: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 41: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 42: kvport.v1.ConsumedResponse
+	(*RenewalsRequest)(nil),   // 43: kvport.v1.RenewalsRequest
+	(*RenewalsResponse)(nil),  // 44: kvport.v1.RenewalsResponse
+	(*ResetRequest)(nil),      // 45: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 46: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 47: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 48: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 49: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 50: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 51: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 52: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 53: kvport.v1.Cancel
+	(*Close)(nil),             // 54: kvport.v1.Close
+	(*Closed)(nil),            // 55: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -4182,77 +4290,78 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	12, // 4: kvport.v1.DescribeResponse.stats:type_name -> kvport.v1.StatInfo
 	7,  // 5: kvport.v1.StatInfo.kind:type_name -> kvport.v1.StatKind
 	17, // 6: kvport.v1.SessionRequest.open:type_name -> kvport.v1.Open
-	26, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
-	34, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
-	29, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
-	29, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	37, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	40, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	44, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	52, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	53, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	46, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	49, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
-	30, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
-	42, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
-	29, // 20: kvport.v1.SessionRequest.reshape:type_name -> kvport.v1.Transfer
-	32, // 21: kvport.v1.SessionRequest.reshape_blocks:type_name -> kvport.v1.Reshape
-	31, // 22: kvport.v1.SessionRequest.load_layers:type_name -> kvport.v1.LoadLayers
+	27, // 7: kvport.v1.SessionRequest.match:type_name -> kvport.v1.MatchRequest
+	35, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
+	30, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
+	30, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
+	38, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	41, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	45, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	53, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	54, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	47, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	50, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	31, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
+	43, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
+	30, // 20: kvport.v1.SessionRequest.reshape:type_name -> kvport.v1.Transfer
+	33, // 21: kvport.v1.SessionRequest.reshape_blocks:type_name -> kvport.v1.Reshape
+	32, // 22: kvport.v1.SessionRequest.load_layers:type_name -> kvport.v1.LoadLayers
 	9,  // 23: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	23, // 24: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	28, // 25: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	35, // 26: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	36, // 27: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	39, // 28: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	41, // 29: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	45, // 30: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	54, // 31: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	48, // 32: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	51, // 33: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	43, // 34: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	24, // 24: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	29, // 25: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	36, // 26: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	37, // 27: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	40, // 28: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	42, // 29: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	46, // 30: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	55, // 31: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	49, // 32: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	52, // 33: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	44, // 34: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
 	1,  // 35: kvport.v1.Open.side:type_name -> kvport.v1.Side
 	2,  // 36: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	22, // 37: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	19, // 38: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	19, // 39: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	19, // 40: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	18, // 41: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
-	4,  // 42: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	20, // 43: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	21, // 44: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 45: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	25, // 46: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	27, // 47: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	24, // 48: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	29, // 49: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	29, // 50: kvport.v1.LoadLayers.transfer:type_name -> kvport.v1.Transfer
-	29, // 51: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
-	22, // 52: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
-	5,  // 53: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	24, // 54: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	25, // 55: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	29, // 56: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	29, // 57: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	33, // 58: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	29, // 59: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	29, // 60: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	33, // 61: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	38, // 62: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	47, // 63: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 64: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 65: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	50, // 66: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 67: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 68: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 69: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 70: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 71: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 72: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	70, // [70:73] is the sub-list for method output_type
-	67, // [67:70] is the sub-list for method input_type
-	67, // [67:67] is the sub-list for extension type_name
-	67, // [67:67] is the sub-list for extension extendee
-	0,  // [0:67] is the sub-list for field type_name
+	23, // 37: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	20, // 38: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	20, // 39: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	20, // 40: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	19, // 41: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
+	18, // 42: kvport.v1.Open.placement:type_name -> kvport.v1.Placement
+	4,  // 43: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	21, // 44: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	22, // 45: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 46: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	26, // 47: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	28, // 48: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	25, // 49: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	30, // 50: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	30, // 51: kvport.v1.LoadLayers.transfer:type_name -> kvport.v1.Transfer
+	30, // 52: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
+	23, // 53: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
+	5,  // 54: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	25, // 55: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	26, // 56: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	30, // 57: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	30, // 58: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	34, // 59: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	30, // 60: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	30, // 61: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	34, // 62: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	39, // 63: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	48, // 64: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 65: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 66: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	51, // 67: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 68: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 69: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 70: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 71: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 72: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 73: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	71, // [71:74] is the sub-list for method output_type
+	68, // [68:71] is the sub-list for method input_type
+	68, // [68:68] is the sub-list for extension type_name
+	68, // [68:68] is the sub-list for extension extendee
+	0,  // [0:68] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -4298,7 +4407,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   46,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

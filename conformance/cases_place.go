@@ -1,0 +1,209 @@
+package conformance
+
+import (
+	"bytes"
+	"errors"
+	"slices"
+
+	"github.com/kvport/kvport/connector"
+	slot "github.com/kvport/kvport/internal/place"
+)
+
+// A connector that places its blocks, and a host that reads them in their slots.
+
+func placeCase(id, rule, text string, body func(*placing)) Case {
+	return Case{
+		ID: id, Rule: rule, Text: text, Profiles: []Profile{Place}, Needs: connector.CanPlace,
+		Run: rigged(connector.CanPlace, false, func(r *rig) { body(r.placing()) }),
+	}
+}
+
+func placeCases() []Case {
+	return []Case{
+		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
+		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
+		placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset),
+		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
+		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
+	}
+}
+
+// placing is an engine whose host reads the arena.
+type placing struct {
+	*engine
+	host *slot.Host
+}
+
+func (r *rig) placing() *placing {
+	r.Helper()
+	e := r.closed(setup{})
+	largest := int64(0)
+	for g := range e.env.Layout.Groups {
+		largest = max(largest, e.env.Layout.BlockBytes(uint16(g)))
+	}
+	g := slot.Fit(int64(len(e.env.Arena)), largest, connector.MaxSlots)
+	if g.Slots == 0 {
+		r.Errorf("a connector that can %v asks for an arena of %d bytes, which holds no block", connector.CanPlace, len(e.env.Arena))
+		r.FailNow()
+	}
+	arena, err := slot.Private(e.env.Arena[:g.ArenaBytes()]) // its words are accessed in turns
+	r.must(err, "arena")
+	words, err := slot.Private(make([]byte, g.WordsBytes()))
+	r.must(err, "words")
+	p := &placing{engine: e}
+	p.host, err = slot.NewHost(arena, words, g)
+	r.must(err, "host")
+	opening, err := p.host.Reopen()
+	r.must(err, "open the arena")
+	e.env.Placement = &connector.Placement{Slots: g.Slots, SlotBytes: largest, Epoch: opening.Epoch, Serial: p.host.Draw(1 << 40)}
+	e.openAll()
+	return p
+}
+
+// savePlaced saves what lies in the blocks, and learns the slots that are named.
+func (p *placing) savePlaced(replace bool, used []uint32, bs ...connector.Block) []uint32 {
+	p.Helper()
+	w, ok := connector.As[connector.Placer](p.workers[0])
+	if !ok {
+		p.Errorf("Info has %v, and the worker side is not a connector.Placer", connector.CanPlace)
+		p.FailNow()
+	}
+	t := transfer(bs)
+	t.Replace = replace
+	slots, err := w.SavePlaced(p.Context(), &t, p.kv[0], used)
+	p.must(err, "SavePlaced")
+	for _, s := range slots {
+		if err := p.host.Notice(&slot.Notice{Slots: []slot.Slot{slot.Slot(s)}}, 0); err != nil {
+			p.Errorf("slot %d, which a save has named: %v", s, err)
+		}
+	}
+	return slots
+}
+
+// find is where a block lies.
+func (p *placing) find(b connector.Block) (slot.Ref, error) {
+	refs, err := p.host.Find([]connector.StoreKey{connector.NewStoreKey(b.Key, p.env.Shape, b.Group, connector.Shard{World: 1})}, 0)
+	if err != nil {
+		return slot.Ref{}, err
+	}
+	return refs[0], nil
+}
+
+// read copies what lies in a slot. An error says that it is gone.
+func (p *placing) read(ref slot.Ref) ([]byte, error) {
+	pin, err := p.host.Pin(ref)
+	if err != nil {
+		return nil, err
+	}
+	b := bytes.Clone(pin.Bytes())
+	return b, pin.Release(0)
+}
+
+// bytesOf are those of a block in the cache.
+func (p *placing) bytesOf(b connector.Block) []byte {
+	p.Helper()
+	spans, err := p.kv[0].Spans(b)
+	p.must(err, "spans")
+	return slices.Concat(spans...)
+}
+
+// resident fails the case unless each block lies whole in a slot.
+func (p *placing) resident(bs ...connector.Block) {
+	p.Helper()
+	for _, b := range bs {
+		ref, err := p.find(b)
+		if err != nil {
+			p.Errorf("block %d was saved, and no slot was named that holds it: %v", b.ID, err)
+			continue
+		}
+		got, err := p.read(ref)
+		p.must(err, "read slot %d", ref.Slot)
+		if !bytes.Equal(p.bytesOf(b), got) {
+			p.Errorf("slot %d does not hold what was saved of block %d", ref.Slot, b.ID)
+		}
+	}
+}
+
+func placeNamed(p *placing) {
+	bs := blocks(0, p.keys(5)...)
+	p.fill(bs...)
+	first := p.savePlaced(false, nil, bs...)
+	p.resident(bs...)
+	more := blocks(5, p.keys(7)...)
+	p.fill(more...)
+	p.savePlaced(false, nil, more...)
+	p.resident(slices.Concat(bs, more)...)
+	p.host.Forget()
+	again := p.savePlaced(false, nil, bs...)
+	p.resident(bs...)
+	slices.Sort(first)
+	slices.Sort(again)
+	if !slices.Equal(first, again) {
+		p.Errorf("blocks that were known lie in slots %v now, first in %v", again, first)
+	}
+}
+
+func placeReplaced(p *placing) {
+	b := blocks(0, p.keys(1)...)[0]
+	p.fill(b)
+	p.savePlaced(false, nil, b)
+	was := bytes.Clone(p.bytesOf(b))
+	ref, err := p.find(b)
+	p.must(err, "find")
+	for _, s := range p.kv[0].Segments(b.Group) {
+		for i := range p.kv[0].View(s, b.ID) {
+			p.kv[0].View(s, b.ID)[i] ^= 0x5a
+		}
+	}
+	p.seal(p.kv[0], b)
+	p.savePlaced(true, nil, b)
+	p.resident(b)
+	got, err := p.read(ref)
+	switch {
+	case err == nil && !bytes.Equal(was, got):
+		p.Errorf("slot %d has another block's bytes, and counts as what it was", ref.Slot)
+	case err != nil && !errors.Is(err, slot.ErrGone):
+		p.Errorf("what was there before: %v", err)
+	}
+}
+
+func placeReset(p *placing) {
+	resetter, ok := connector.As[connector.Resetter](p.scheduler)
+	if !ok {
+		p.Skipf("the connector cannot be reset")
+	}
+	bs := blocks(0, p.keys(4)...)
+	p.fill(bs...)
+	p.savePlaced(false, nil, bs...)
+	emptied, err := resetter.Reset(p.Context())
+	p.must(err, "reset")
+	if !emptied {
+		p.Skipf("the connector cannot be emptied")
+	}
+	for _, b := range bs {
+		if ref, err := p.find(b); err == nil {
+			p.Errorf("slot %d still holds block %d after a reset", ref.Slot, b.ID)
+		}
+	}
+	p.savePlaced(false, nil, bs...)
+	p.resident(bs...)
+}
+
+func placeUsed(p *placing) {
+	bs := blocks(0, p.keys(3)...)
+	p.fill(bs...)
+	slots := p.savePlaced(false, []uint32{0, 1, 1 << 31}, bs...)
+	more := blocks(3, p.keys(3)...)
+	p.fill(more...)
+	p.savePlaced(false, slices.Concat(slots, slots, []uint32{uint32(p.env.Placement.Slots - 1), uint32(p.env.Placement.Slots), 1<<32 - 1}), more...)
+	p.resident(slices.Concat(bs, more)...)
+}
+
+func placeMessage(p *placing) {
+	keys := p.keys(6)
+	bs := blocks(0, keys...)
+	p.fill(bs...)
+	p.savePlaced(false, nil, bs...)
+	p.equal(len(keys), p.match(keys...), "blocks offered of those that were placed")
+	p.whole(keys, 8)
+}

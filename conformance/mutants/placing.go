@@ -1,0 +1,222 @@
+package mutants
+
+import (
+	"bytes"
+	"context"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/sdk"
+)
+
+// placingStore is a Store in slots of the arena that the host may read. What finds no slot it keeps elsewhere.
+type placingStore struct {
+	mu    sync.Mutex
+	shelf *place.Shelf
+	g     place.Geometry
+	at    map[connector.StoreKey]place.Slot
+	rest  map[connector.StoreKey][]byte // what has no slot
+	free  []place.Slot
+	bad   placingFault
+	lost  bool // of a mutant
+}
+
+// placingFault is what is wrong with it.
+type placingFault struct {
+	next    bool // it names the slot behind the right one
+	knows   bool // it names no slot of what was there
+	inPlace bool // it replaces a block where the block lies
+	stays   bool // a reset leaves the slots as they are
+	strict  bool // it names nothing any more once it has heard of a slot that it does not have
+	alone   bool // what is placed it has no longer itself
+}
+
+// PlacingReference is a correct connector that places its blocks.
+func PlacingReference() connector.Plugin { return placingPlugin(placingFault{}) }
+
+func placingPlugin(bad placingFault) connector.Plugin {
+	d := sdk.Definition{Name: "PlacingConnector", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanReset | connector.CanPlace}
+	return sdk.FromStore(d, func(_ context.Context, env connector.Env, _ arenaConfig) (connector.Store, error) {
+		s := &placingStore{g: place.Fit(arenaSize, env.Layout.BlockBytes(0), arenaSize), at: map[connector.StoreKey]place.Slot{}, rest: map[connector.StoreKey][]byte{}, bad: bad}
+		o := place.ShelfOpening{}
+		if p := env.Placement; p != nil {
+			s.g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
+		}
+		memory, err := place.Private(env.Arena[:s.g.ArenaBytes()])
+		if err != nil {
+			return nil, err
+		}
+		var found []place.Found
+		if s.shelf, found, _, err = place.OpenShelf(memory, s.g, o, 0); err != nil {
+			return nil, err
+		}
+		used := map[place.Slot]bool{}
+		for _, f := range found {
+			s.at[f.Key], used[f.Slot] = f.Slot, true
+		}
+		for slot := range place.Slot(s.g.Slots) {
+			if !used[slot] {
+				s.free = append(s.free, slot)
+			}
+		}
+		return s, nil
+	})
+}
+
+// Lookup implements connector.Store.
+func (s *placingStore) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	found := make([]int, len(runs))
+	for i, keys := range runs {
+		for _, k := range keys {
+			_, placed := s.at[k]
+			if _, kept := s.rest[k]; !kept && !placed || s.bad.alone {
+				break
+			}
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+// Get implements connector.Store.
+func (s *placingStore) Get(_ context.Context, items []connector.Item) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var failed []int
+	var cause error
+	for i, it := range items {
+		from, err := s.get(it)
+		if err != nil {
+			failed, cause = append(failed, i), err
+			continue
+		}
+		for _, span := range it.Spans {
+			from = from[copy(span, from):]
+		}
+	}
+	if cause != nil {
+		return &connector.ItemError{Items: failed, Err: cause}
+	}
+	return nil
+}
+
+// get gives the bytes of a block.
+func (s *placingStore) get(it connector.Item) ([]byte, error) {
+	data, kept := s.rest[it.Key]
+	if slot, placed := s.at[it.Key]; placed {
+		h, whole := s.shelf.Header(slot)
+		if !whole {
+			return nil, connector.ErrCorrupt
+		}
+		data, kept = s.shelf.Bytes(slot, int(h.Length)), true
+	}
+	switch {
+	case !kept:
+		return nil, connector.ErrGone
+	case len(data) != it.Size():
+		return nil, connector.ErrIncompatible
+	}
+	return data, nil
+}
+
+// Put implements connector.Store.
+func (s *placingStore) Put(_ context.Context, items []connector.Item) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		data := bytes.Join(it.Spans, nil)
+		old, known := s.at[it.Key]
+		if have, err := s.get(it); err == nil && !it.Replace && bytes.Equal(have, data) {
+			continue
+		}
+		if known && s.bad.inPlace {
+			copy(s.shelf.Bytes(old, len(data)), data)
+			continue
+		}
+		s.put(it, data)
+		if known {
+			s.shelf.Retire(old)
+			s.free = append(s.free, old)
+		}
+	}
+	return nil
+}
+
+// put writes a block where there is room.
+func (s *placingStore) put(it connector.Item, data []byte) {
+	delete(s.at, it.Key)
+	if len(s.free) == 0 {
+		s.rest[it.Key] = data
+		return
+	}
+	slot := s.free[0]
+	s.free = s.free[1:]
+	s.shelf.Begin(slot)
+	copy(s.shelf.Bytes(slot, len(data)), data)
+	s.shelf.Publish(slot, &place.Header{Key: it.Key, Length: uint32(len(data)), Tenant: it.Tenant})
+	s.at[it.Key] = slot
+	delete(s.rest, it.Key)
+}
+
+// Reset implements connector.Resetter.
+func (s *placingStore) Reset(context.Context) (bool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, slot := range s.at {
+		if !s.bad.stays {
+			s.shelf.Retire(slot)
+			s.free = append(s.free, slot)
+		}
+	}
+	clear(s.at)
+	clear(s.rest)
+	return true, nil
+}
+
+// Placed implements sdk.Placing.
+func (s *placingStore) Placed(keys []connector.StoreKey) (slots []uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, k := range keys {
+		slot, ok := s.at[k]
+		switch {
+		case !ok || s.lost:
+		case s.bad.next:
+			slots = append(slots, uint32(slot)+1)
+		default:
+			slots = append(slots, uint32(slot))
+		}
+		if s.bad.knows {
+			return slots
+		}
+	}
+	return slots
+}
+
+// Used implements sdk.Placing.
+func (s *placingStore) Used(slots []uint32) {
+	for _, slot := range slots {
+		s.lost = s.lost || s.bad.strict && int(slot) >= s.g.Slots
+	}
+}
+
+// Close implements connector.Store.
+func (s *placingStore) Close() error { return nil }
+
+// placingMutants are wrong in what they do with slots.
+func placingMutants() []Mutant {
+	mutant := func(name, id string, bad placingFault) Mutant {
+		return Mutant{Name: name, Case: id, Plugin: func() connector.Plugin { return placingPlugin(bad) }}
+	}
+	return []Mutant{
+		mutant("names the slot behind the right one", "place-named", placingFault{next: true}),
+		mutant("names one slot of a save", "place-named", placingFault{knows: true}),
+		mutant("replaces a block where it lies", "place-replaced", placingFault{inPlace: true}),
+		mutant("leaves its slots as they are after a reset", "place-reset", placingFault{stays: true}),
+		mutant("names no slot after it has heard of one that it does not have", "place-used", placingFault{strict: true}),
+		mutant("has what is placed only there", "place-message", placingFault{alone: true}),
+	}
+}

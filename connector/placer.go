@@ -1,0 +1,37 @@
+package connector
+
+import (
+	"context"
+	"fmt"
+)
+
+// Placer is a Worker that keeps blocks in slots of Env.Arena and says in which, so that the host finds and loads them without
+// asking. The host calls SavePlaced instead of Save if the side was opened with Env.Placement. A Load of what the host
+// did not find comes as before.
+type Placer interface {
+	// SavePlaced is Save, and names the slots in which blocks of t lie then. What is not named is loaded by Load. A slot
+	// that was named keeps its block until the connector gives it up as rule PLACE-21 says. used are slots that the host has read
+	// since the last call, in that order: it counts as a use of what lies there. Both slices are the callee's and the
+	// caller's own.
+	SavePlaced(ctx context.Context, t *Transfer, kv *KV, used []uint32) (placed []uint32, err error)
+}
+
+// Placement says how Env.Arena is divided into slots that the host reads: docs/spec/placement.md describes what lies where.
+// It is for whoever lays the slots out; a Store over the memory tier of this module hands it on and is done.
+type Placement struct {
+	Slots     int
+	SlotBytes int64  // the largest block of the layout
+	Epoch     uint64 // of headers
+	Serial    uint64 // the first one that this life may draw for its headers, of 2^40; what has one as high is not the life before's
+}
+
+// MaxSlots is the largest number of slots of a Placement.
+const MaxSlots = 1 << 30
+
+// Validate returns an error that wraps ErrIncompatible if there is no such placement.
+func (p *Placement) Validate() error {
+	if p.Slots < 1 || p.Slots > MaxSlots || p.SlotBytes < 1 || p.SlotBytes > 1<<32-1 || p.Epoch == 0 || p.Serial == 0 {
+		return fmt.Errorf("placement of %d slots of %d bytes, epoch %d, serial %d: %w", p.Slots, p.SlotBytes, p.Epoch, p.Serial, ErrIncompatible)
+	}
+	return nil
+}

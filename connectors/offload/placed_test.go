@@ -1,0 +1,224 @@
+package offload_test
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/cluster"
+)
+
+// Rules PLACE-23 and PLACE-24: prompts that come again are matched and loaded without a call of the plugin, also after the
+// plugin was killed and after a reset, at both trust levels and on several ranks; no token differs.
+func TestPlacedHits(t *testing.T) {
+	kvport := binaries(t)
+	var client cluster.Client
+	prompts := make([]string, 6)
+	for i := range prompts {
+		prompts[i] = text(i, 16*(8+i)+3) // all but the last block are full
+	}
+	ask := func(p *cluster.Process) (tokens [][]int32) {
+		for _, prompt := range prompts {
+			c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt, MaxTokens: 4, IgnoreEOS: true})
+			require.NoError(t, err)
+			settled(t, &client, p)
+			tokens = append(tokens, c.Tokens)
+		}
+		return tokens
+	}
+	alone := serve(t, kvport, "sim", "")
+	want := ask(alone)
+	stop(t, alone)
+	for _, c := range []struct {
+		name, trust string
+		args        []string
+	}{
+		{"in place", "in-place", nil}, {"staged", "staged", nil}, {"two ranks", "in-place", []string{"--tensor-parallel-size", "2"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"trust":%q}}`, c.trust)
+			p := serve(t, kvport, "sim", "", append([]string{"--kv-transfer-config", config}, c.args...)...)
+			want := want
+			if c.args != nil { // ranks have other bytes, and so other tokens
+				alone := serve(t, kvport, "sim", "", c.args...)
+				want = ask(alone)
+				stop(t, alone)
+			}
+			sum := func(name string, labels ...string) float64 {
+				m, err := client.Metrics(t.Context(), p.URL)
+				require.NoError(t, err)
+				return m.Sum(name, labels...)
+			}
+			require.Equal(t, want, ask(p))
+			require.Zero(t, sum("kvport_placed_blocks_total"))
+			for round := range 2 {
+				blocks, matches, external := sum("kvport_placed_blocks_total"), sum("kvport_placed_matches_total"), sum("kvport_prompt_tokens_total", `source="external"`)
+				require.Equal(t, want, ask(p), "round %d", round)
+				blocks, matches, external = sum("kvport_placed_blocks_total")-blocks, sum("kvport_placed_matches_total")-matches, sum("kvport_prompt_tokens_total", `source="external"`)-external
+				t.Logf("round %d: %v blocks and %v matches without a call, %v external tokens", round, blocks, matches, external)
+				require.GreaterOrEqual(t, matches, float64(len(prompts)))
+				require.Positive(t, external)
+				require.GreaterOrEqual(t, blocks, external/16)
+				if round == 0 {
+					kill(t, &client, p)
+				}
+			}
+			resp, err := http.Post(p.URL+"/reset_prefix_cache", "", nil)
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			require.Equal(t, http.StatusOK, resp.StatusCode)
+			matches := sum("kvport_placed_matches_total")
+			require.Equal(t, want, ask(p))
+			require.InDelta(t, matches, sum("kvport_placed_matches_total"), 0, "nothing is resident after a reset")
+			require.Equal(t, want, ask(p))
+			require.GreaterOrEqual(t, sum("kvport_placed_matches_total"), matches+float64(len(prompts)))
+			require.Zero(t, sum("kvport_plugin_violations_total"))
+			require.Zero(t, sum("kvport_integrity_failures_total"))
+			stop(t, p)
+		})
+	}
+}
+
+// placedLoad is clients that send one prompt each again and again, whose blocks are resident.
+type placedLoad struct {
+	*testing.T
+	client cluster.Client
+	p      *cluster.Process
+	want   [][]int32 // of each client
+
+	asked, wrong atomic.Int64
+}
+
+// ask sends a client's prompt. Nothing that is generated fills a block, so a hit leads to no save.
+func (l *placedLoad) ask(ctx context.Context, i int) ([]int32, error) {
+	c, err := l.client.Complete(ctx, l.p.URL, cluster.Request{Prompt: text(i, 16*(8+i)+3), MaxTokens: 4, IgnoreEOS: true})
+	if err != nil {
+		return nil, err
+	}
+	return c.Tokens, nil
+}
+
+// all sends each prompt once.
+func (l *placedLoad) all(clients int) (tokens [][]int32) {
+	for i := range clients {
+		c, err := l.ask(l.Context(), i)
+		require.NoError(l, err)
+		tokens = append(tokens, c)
+	}
+	return tokens
+}
+
+// repeat is one client, until ctx ends.
+func (l *placedLoad) repeat(ctx context.Context, i int) {
+	for ctx.Err() == nil {
+		tokens, err := l.ask(ctx, i)
+		if ctx.Err() != nil || !assert.NoError(l, err) {
+			return
+		}
+		l.asked.Add(1)
+		if !slices.Equal(l.want[i], tokens) {
+			l.wrong.Add(1)
+		}
+	}
+}
+
+// hits is how many blocks were loaded without a call of the plugin.
+func (l *placedLoad) hits() float64 {
+	m, err := l.client.Metrics(l.Context(), l.p.URL)
+	require.NoError(l, err)
+	return m.Sum("kvport_placed_blocks_total")
+}
+
+// more waits for hits, and says how many came.
+func (l *placedLoad) more(what string) (n float64) {
+	l.Helper()
+	before := l.hits()
+	require.Eventually(l, func() bool {
+		n = l.hits() - before
+		return n > 0
+	}, time.Minute, time.Millisecond, what)
+	return n
+}
+
+// Plugins that are killed or stopped at any moment cost no token: what is resident is a hit while the plugin is stopped, and
+// again after each death, and no memory is left behind.
+func TestPlacedHitsThroughDeaths(t *testing.T) {
+	kvport := binaries(t)
+	const clients = 3
+	deaths := 20
+	if os.Getenv("KVPORT_SOAK") != "" {
+		deaths = 100
+	}
+	l := &placedLoad{T: t, p: serve(t, kvport, "sim", "")}
+	l.want = l.all(clients)
+	stop(t, l.p)
+	l.p = serve(t, kvport, "sim", "", "--kv-transfer-config", `{"kv_connector":"OffloadingConnector","kv_role":"kv_both",
+		"kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"breaker":{"deaths":1000,"backoff_max":"20ms"},"heartbeat":{"limit":"1m"}}}`)
+	require.Equal(t, l.want, l.all(clients))
+	settled(t, &l.client, l.p)
+	memories := memoryFiles(t, l.p)
+	ctx, cancel := context.WithCancel(t.Context())
+	var load sync.WaitGroup
+	for i := range clients {
+		load.Go(func() { l.repeat(ctx, i) })
+	}
+	stopped := 0.0
+	for n := range deaths {
+		l.more("what is resident is a hit")
+		if n%2 == 0 {
+			health, err := l.client.Health(t.Context(), l.p.URL)
+			require.NoError(t, err)
+			require.NoError(t, syscall.Kill(health.Connector.PID, syscall.SIGSTOP))
+			stopped += l.more("also while the plugin is stopped")
+		}
+		kill(t, &l.client, l.p)
+	}
+	l.more("after the last death")
+	cancel()
+	load.Wait()
+	settled(t, &l.client, l.p)
+	t.Logf("%d deaths, %d requests, %d with wrong tokens; %v blocks without a call, %v of them while the plugin was stopped",
+		deaths, l.asked.Load(), l.wrong.Load(), l.hits(), stopped)
+	require.Zero(t, l.wrong.Load())
+	require.Equal(t, memories, memoryFiles(t, l.p), "memory of dead plugins")
+	stop(t, l.p)
+}
+
+// memoryFiles is how many descriptors of shared memory an engine has.
+func memoryFiles(t *testing.T, p *cluster.Process) (n int) {
+	t.Helper()
+	dir := fmt.Sprintf("/proc/%d/fd", p.PID())
+	files, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, f := range files {
+		if to, err := os.Readlink(filepath.Join(dir, f.Name())); err == nil && strings.HasPrefix(to, "/memfd:") {
+			n++
+		}
+	}
+	return n
+}
+
+// kill kills the plugin and waits for the next one.
+func kill(t *testing.T, client *cluster.Client, p *cluster.Process) {
+	t.Helper()
+	health, err := client.Health(t.Context(), p.URL)
+	require.NoError(t, err)
+	pid := health.Connector.PID
+	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+	require.Eventually(t, func() bool {
+		now, err := client.Health(t.Context(), p.URL)
+		return err == nil && now.Connector.State == "ready" && now.Connector.PID != pid
+	}, time.Minute, 5*time.Millisecond)
+}

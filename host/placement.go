@@ -1,0 +1,277 @@
+package host
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/mac"
+	"github.com/kvport/kvport/internal/place"
+)
+
+// placement is the host's end of a connector that places its blocks: what is resident is matched and loaded without a call
+// of the plugin. Whatever is in doubt goes by message, as everything does that is not resident. A nil placement
+// finds nothing.
+type placement struct {
+	layout *connector.Layout // of the cache
+	shape  connector.Fingerprint
+	world  int
+
+	mu    sync.RWMutex // held for reading by whoever reads the arena
+	host  *place.Host  // nil: nothing is placed
+	first *byte        // of the arena
+	kv    *connector.KV
+
+	paused atomic.Bool // a reset is on its way
+
+	usedMu sync.Mutex
+	used   []uint32 // slots that were read, for the next save to tell
+}
+
+const (
+	lifeSerials = 1 << 40 // that a life of the plugin may draw
+	mostUsed    = 1 << 16 // slots that are remembered until a save
+	mostTold    = 1 << 12 // slots that one save tells
+)
+
+// reopen prepares the arena for the next life of the plugin. nil: it is not placed.
+func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
+	if p == nil || len(arena) == 0 {
+		return nil, nil
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.host == nil || p.first != unsafe.SliceData(arena) {
+		if err := p.layOut(arena); err != nil {
+			return nil, err
+		}
+	}
+	p.host.Died()
+	opening, err := p.host.Reopen()
+	if err != nil {
+		p.host = nil
+		return nil, err
+	}
+	p.paused.Store(false)
+	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
+	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
+}
+
+// largestBlock is the size of the largest block of a layout.
+func largestBlock(l *connector.Layout) (size int64) {
+	for g := range l.Groups {
+		size = max(size, l.BlockBytes(uint16(g)))
+	}
+	return size
+}
+
+// layOut takes an arena that nobody has used. The caller holds mu.
+func (p *placement) layOut(arena []byte) error {
+	p.host = nil
+	g := place.Fit(int64(len(arena)), largestBlock(p.layout), connector.MaxSlots)
+	if err := g.Validate(); err != nil {
+		return err
+	}
+	memory, err := place.Map(arena[:g.ArenaBytes()])
+	if err != nil {
+		return err
+	}
+	words, err := place.Private(make([]byte, g.WordsBytes())) // the plugin writes all slots, and knows of no pins (rule PLACE-20)
+	if err != nil {
+		return err
+	}
+	// To the copy and its digest a slot is a block of a cache: its segments one behind the other.
+	layout := *p.layout
+	layout.Blocks, layout.Segments = g.Slots, append([]connector.Segment(nil), layout.Segments...)
+	at := make([]int64, len(layout.Groups))
+	for i := range layout.Segments {
+		s := &layout.Segments[i]
+		s.Region, s.Offset, s.BlockStride = 0, g.SlotAt(0)+at[s.Group], g.Stride()
+		at[s.Group] += s.Bytes
+	}
+	if p.kv, err = connector.NewKV(layout, [][]byte{arena}); err != nil {
+		return err
+	}
+	p.host, err = place.NewHost(memory, words, g)
+	p.first = unsafe.SliceData(arena)
+	return err
+}
+
+// close ends the use of the arena.
+func (p *placement) close() {
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.host, p.kv = nil, nil
+}
+
+// pause forgets everything until resume: what the plugin has is being reset (rule PLACE-24). It does not wait for loads.
+func (p *placement) pause() {
+	if p != nil {
+		p.paused.Store(true)
+		p.forget()
+	}
+}
+
+// resume ends pause. What was said meanwhile is not believed.
+func (p *placement) resume() {
+	if p != nil {
+		p.forget()
+		p.paused.Store(false)
+	}
+}
+
+func (p *placement) forget() {
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	if p.host != nil {
+		p.host.Forget()
+	}
+}
+
+// enter lets a reader in; leave follows if it is true.
+func (p *placement) enter() bool {
+	if p == nil {
+		return false
+	}
+	p.mu.RLock()
+	if p.host == nil || p.paused.Load() {
+		p.mu.RUnlock()
+		return false
+	}
+	return true
+}
+
+// open says whether anything may be found.
+func (p *placement) open() bool {
+	in := p.enter()
+	if in {
+		p.leave()
+	}
+	return in
+}
+
+func (p *placement) leave() { p.mu.RUnlock() }
+
+// match answers a query if every full block of the prompt is resident that a request needs, on all ranks.
+func (p *placement) match(q *connector.Query) (m connector.Match, ok bool) {
+	if len(q.Ticket) > 0 || q.Computed < 0 || !p.enter() {
+		return m, false
+	}
+	defer p.leave()
+	tokens := p.layout.Groups[0].BlockTokens
+	first, end := q.Computed/tokens, len(q.Keys)
+	if first >= end || end*tokens > q.Tokens || end*tokens <= q.Computed {
+		return m, false
+	}
+	now := time.Now().UnixMilli()
+	for g, group := range p.layout.Groups {
+		from := first
+		switch {
+		case group.BlockTokens != tokens:
+			return m, false
+		case group.Policy == connector.PolicyTrailing:
+			from = max(first, end-group.Trailing)
+		}
+		keys := make([]connector.StoreKey, end-from)
+		for rank := range p.world {
+			for i, k := range q.Keys[from:end] {
+				keys[i] = p.key(k, uint16(g), rank)
+			}
+			if _, err := p.host.Find(keys, now); err != nil {
+				return m, false
+			}
+		}
+	}
+	return connector.Match{Tokens: end*tokens - q.Computed, Async: true}, true
+}
+
+func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.StoreKey {
+	return connector.NewStoreKey(k, p.shape, group, connector.Shard{Rank: rank, World: p.world})
+}
+
+// load copies blocks of one rank to the cache and verifies them there. false: not all of them came whole, and the plugin
+// has to be asked for all.
+func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
+	if len(blocks) == 0 || !p.enter() {
+		return false
+	}
+	defer p.leave()
+	keys := make([]connector.StoreKey, len(blocks))
+	for i, b := range blocks {
+		if b.Key == (connector.BlockKey{}) {
+			return false
+		}
+		keys[i] = p.key(b.Key, b.Group, number)
+	}
+	refs, err := p.host.Find(keys, time.Now().UnixMilli())
+	if err != nil {
+		return false
+	}
+	for i, b := range blocks {
+		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
+			return false
+		}
+	}
+	stores := digest.StoresForLoad(int64(r.size(blocks)))
+	failed := r.judge(blocks, func(i int) error { return p.copyIn(r, blocks[i], refs[i], stores) })
+	if failed.any() {
+		return false
+	}
+	p.noteUsed(refs)
+	return true
+}
+
+// copyIn copies one block. What was copied counts only if its slot had no other use meanwhile, and its digest is right (rule
+// PLACE-08): until then nobody reads the block in the cache.
+func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac.Stores) error {
+	pin, err := p.host.Pin(ref)
+	if err != nil {
+		return err
+	}
+	err = r.hasher.CopyIn(r.kv, b, digest.Slot{KV: p.kv, ID: connector.BlockID(ref.Slot)}, stores)
+	return errors.Join(err, pin.Release(time.Now().UnixMilli()))
+}
+
+// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if nothing is saved for long.
+func (p *placement) noteUsed(refs []place.Ref) {
+	p.usedMu.Lock()
+	defer p.usedMu.Unlock()
+	for _, r := range refs {
+		p.used = append(p.used, uint32(r.Slot))
+	}
+	if more := len(p.used) - mostUsed; more > 0 {
+		p.used = p.used[more:]
+	}
+}
+
+// takeUsed gives what the next save tells the plugin.
+func (p *placement) takeUsed() (used []uint32) {
+	p.usedMu.Lock()
+	defer p.usedMu.Unlock()
+	n := min(len(p.used), mostTold)
+	used, p.used = p.used[:n:n], p.used[n:]
+	return used
+}
+
+// learn takes note of slots that a save has named. The error says that no honest plugin names them.
+func (p *placement) learn(slots []uint32) error {
+	if !p.enter() {
+		return nil
+	}
+	defer p.leave()
+	now := time.Now().UnixMilli()
+	for _, s := range slots {
+		err := p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now)
+		if refused, is := errors.AsType[*place.RefusalError](err); is && refused.Fault() {
+			return err
+		}
+	}
+	return nil
+}

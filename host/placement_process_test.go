@@ -1,0 +1,243 @@
+package host
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/place"
+)
+
+const (
+	libraryBlocks = 60 // that the plugin knows of
+	placerSlots   = 48
+	placerReaders = 4
+)
+
+// placerRig is a host, with readers on threads of their own, and a plugin process that places and is killed again and again.
+type placerRig struct {
+	*testing.T
+	lies    bool
+	p       *placement
+	rank    *rank
+	arena   *Arena
+	library *Arena // the blocks, as they are in the cache
+	blocks  []connector.Block
+	keys    [][32]byte
+	seed    uint64
+
+	cmd    *exec.Cmd
+	begin  io.WriteCloser
+	named  *bufio.Reader
+	learnt chan struct{} // closed when all that this life has named is learnt
+
+	each                                      int64         // a life lasts for as many loads
+	due                                       chan struct{} // it has
+	accepted, refused, matched, wrong, faults atomic.Int64
+	since                                     [placerReaders]atomic.Int64 // when a reader's load began, in Unix ns; 0: none is under way
+}
+
+func newPlacerRig(t *testing.T, lies bool) *placerRig {
+	inner := newPlacedRig(t, 1, all())
+	r := &placerRig{T: t, lies: lies, p: inner.p, rank: inner.ranks[0], seed: 1}
+	size := largestBlock(r.p.layout)
+	var err error
+	r.library, err = NewArena()
+	require.NoError(t, err)
+	require.NoError(t, r.library.Fit(libraryBlocks*size))
+	for n, k := range keys(7, libraryBlocks) {
+		b := inner.fill([]connector.BlockKey{k}, 0)[0]
+		spans, err := r.rank.kv.Spans(b)
+		require.NoError(t, err)
+		copy(r.library.Bytes()[int64(n)*size:], slices.Concat(spans...))
+		r.blocks, r.keys = append(r.blocks, b), append(r.keys, r.p.key(k, 0, 0))
+	}
+	r.arena, err = NewArena()
+	require.NoError(t, err)
+	g := place.Geometry{Slots: placerSlots, SlotBytes: size}
+	require.NoError(t, r.arena.Fit(g.ArenaBytes()))
+	t.Cleanup(func() { require.NoError(t, errors.Join(r.arena.Close(), r.library.Close())) })
+	return r
+}
+
+// start opens the next life of the plugin, and looks at what it has made of the arena before it begins to work.
+func (r *placerRig) start() {
+	r.Helper()
+	env, err := r.p.reopen(r.arena.Bytes())
+	require.NoError(r, err)
+	require.NotNil(r, env)
+	require.Equal(r, placerSlots, env.Slots)
+	r.seed++
+	order, err := json.Marshal(placerOrder{
+		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys, Seed: r.seed, Lies: r.lies,
+	})
+	require.NoError(r, err)
+	r.cmd = exec.Command("/proc/self/exe")
+	r.cmd.Env = []string{placerEnv + "=" + string(order), "GOMAXPROCS=2"}
+	r.cmd.Stderr = os.Stderr
+	r.cmd.ExtraFiles = []*os.File{r.arena.file, r.library.file}
+	r.begin, err = r.cmd.StdinPipe()
+	require.NoError(r, err)
+	out, err := r.cmd.StdoutPipe()
+	require.NoError(r, err)
+	require.NoError(r, r.cmd.Start())
+	r.named, r.learnt = bufio.NewReader(out), make(chan struct{})
+	var opened [2]uint32
+	require.NoError(r, binary.Read(r.named, binary.LittleEndian, &opened))
+	r.recovered(int(opened[0]))
+	_, err = r.begin.Write([]byte{1})
+	require.NoError(r, err)
+	go r.learn()
+}
+
+// recovered makes sure that every slot is either one of those that the plugin keeps, or free: none is lost.
+func (r *placerRig) recovered(found int) {
+	r.Helper()
+	free, ready := 0, 0
+	for s := range placerSlots {
+		switch binary.LittleEndian.Uint64(r.arena.Bytes()[4096+128*s:]) & 0xff {
+		case 0:
+			free++
+		case 3:
+			ready++
+		}
+	}
+	require.Equal(r, found, ready, "slots that are READY, and those that the plugin has found")
+	require.Equal(r, placerSlots, free+ready, "no slot is lost")
+}
+
+// learn hears what the plugin names until it is gone.
+func (r *placerRig) learn() {
+	defer close(r.learnt)
+	for {
+		var slot [4]byte
+		if _, err := io.ReadFull(r.named, slot[:]); err != nil {
+			return
+		}
+		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}) != nil {
+			r.faults.Add(1)
+		}
+	}
+}
+
+// kill ends a life, whatever it is doing.
+func (r *placerRig) kill() {
+	r.Helper()
+	require.NoError(r, r.cmd.Process.Kill())
+	<-r.learnt
+	require.Error(r, r.cmd.Wait())
+	require.Equal(r, -1, r.cmd.ProcessState.ExitCode(), "it was alive until it was killed")
+}
+
+// read loads blocks, each reader into a place of its own in the cache, until as many were accepted.
+func (r *placerRig) read(reader int, most int64) {
+	rng := rand.New(rand.NewPCG(11, uint64(reader)))
+	size := int(largestBlock(r.p.layout))
+	for r.accepted.Load() < most {
+		n := rng.IntN(len(r.blocks))
+		b := r.blocks[n]
+		b.ID = connector.BlockID(reader)
+		if _, ok := r.p.match(&connector.Query{Tokens: 16, Keys: []connector.BlockKey{b.Key}}); ok {
+			r.matched.Add(1)
+		}
+		r.since[reader].Store(time.Now().UnixNano())
+		came := r.p.load(r.rank, 0, []connector.Block{b})
+		r.since[reader].Store(0)
+		if !came {
+			r.refused.Add(1)
+			runtime.Gosched()
+			continue
+		}
+		if r.accepted.Add(1)%r.each == 0 {
+			r.due <- struct{}{}
+		}
+		spans, err := r.rank.kv.Spans(b)
+		assert.NoError(r, err)
+		want := r.library.Bytes()[n*size:][:size]
+		for _, span := range spans {
+			if !bytes.Equal(want[:len(span)], span) {
+				r.wrong.Add(1)
+			}
+			want = want[len(span):]
+		}
+	}
+}
+
+// watch says with the stacks of all goroutines which load does not end.
+func (r *placerRig) watch(done <-chan struct{}) {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for {
+		select {
+		case <-done:
+			return
+		case now := <-tick.C:
+			for i := range r.since {
+				if at := r.since[i].Load(); at != 0 && now.UnixNano()-at > int64(time.Minute) {
+					stacks := make([]byte, 1<<20)
+					r.Errorf("reader %d has been loading for a minute, %d blocks are in the index:\n%s", i, r.p.host.Resident(), stacks[:runtime.Stack(stacks, true)])
+					return
+				}
+			}
+		}
+	}
+}
+
+// Rules PLACE-20 and PLACE-23: readers beside a plugin process that writes and evicts, and is killed at any moment, accept only what is
+// right, and no slot is lost; beside one that writes anything anywhere and names any slot, too.
+func TestPlacementAcrossProcesses(t *testing.T) {
+	loads, lives := int64(100_000), int64(50)
+	switch {
+	case os.Getenv("KVPORT_SOAK") != "":
+		loads, lives = 1_000_000, 200
+	case testing.Short():
+		loads, lives = 2_000, 4
+	}
+	for _, c := range []struct {
+		name string
+		lies bool
+	}{{"honest", false}, {"liar", true}} {
+		t.Run(c.name, func(t *testing.T) {
+			r := newPlacerRig(t, c.lies)
+			r.each, r.due = loads/lives, make(chan struct{}, lives+placerReaders)
+			done := make(chan struct{})
+			go r.watch(done)
+			r.start()
+			var readers sync.WaitGroup
+			for i := range placerReaders {
+				readers.Go(func() { r.read(i, loads) })
+			}
+			for range lives - 1 {
+				<-r.due
+				r.kill()
+				r.start()
+			}
+			readers.Wait()
+			r.kill()
+			close(done)
+			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d deaths; %d answers of the plugin refused",
+				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), lives, r.faults.Load())
+			require.Zero(t, r.wrong.Load())
+			require.GreaterOrEqual(t, r.accepted.Load(), loads)
+			require.Positive(t, r.refused.Load())
+			require.Positive(t, r.matched.Load())
+			require.Equal(t, c.lies, r.faults.Load() > 0)
+		})
+	}
+}

@@ -1,0 +1,241 @@
+package host
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/digest"
+	"github.com/kvport/kvport/internal/place"
+)
+
+// placedRig is an engine with a plugin that places: the plugin's end is a Shelf in this process.
+type placedRig struct {
+	*testing.T
+	p     *placement
+	arena []byte
+	env   *connector.Placement
+	shelf *place.Shelf
+	ranks []*rank
+	next  uint32 // slot
+}
+
+const placedBlocks = 32
+
+func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig {
+	layout := connector.Layout{Name: "placed", Blocks: placedBlocks, Groups: groups}
+	at := int64(0)
+	for g := range groups {
+		for layer := range 3 {
+			n := int64(1000 + 16*g)
+			layout.Segments = append(layout.Segments, connector.Segment{Layer: layer, Group: uint16(g), Offset: at, BlockStride: n, Bytes: n})
+			at += n * placedBlocks
+		}
+	}
+	layout, size := digest.WithSegments(layout, at)
+	r := &placedRig{T: t, p: &placement{layout: &layout, shape: connector.NewFingerprint("shape"), world: world}}
+	for n := range world {
+		kv, err := connector.NewKV(layout, [][]byte{make([]byte, size)})
+		require.NoError(t, err)
+		r.ranks = append(r.ranks, &rank{
+			kv: kv, hands: make(chan struct{}, 2),
+			hasher: digest.New(digest.XXH3(), connector.NewFingerprint("model"), r.p.shape, connector.Shard{Rank: n, World: world}),
+		})
+	}
+	r.arena = make([]byte, 1<<18)
+	r.life()
+	return r
+}
+
+// life opens the next life of the plugin.
+func (r *placedRig) life() (found int) {
+	var err error
+	r.env, err = r.p.reopen(r.arena)
+	require.NoError(r, err)
+	require.NotNil(r, r.env)
+	g := place.Geometry{Slots: r.env.Slots, SlotBytes: r.env.SlotBytes}
+	memory, err := place.Private(r.arena[:g.ArenaBytes()])
+	require.NoError(r, err)
+	shelf, all, _, err := place.OpenShelf(memory, g, place.ShelfOpening{Epoch: r.env.Epoch, Serial: r.env.Serial}, 0)
+	require.NoError(r, err)
+	r.shelf = shelf
+	return len(all)
+}
+
+// fill computes blocks of all groups in the cache of each rank.
+func (r *placedRig) fill(keys []connector.BlockKey, group uint16) (bs []connector.Block) {
+	for i, k := range keys {
+		b := connector.Block{ID: connector.BlockID(int(group)*8 + i), Key: k, Group: group}
+		for n, rank := range r.ranks {
+			rng := rand.New(rand.NewPCG(binary.LittleEndian.Uint64(k[:]), uint64(n)<<16|uint64(group)))
+			for _, s := range rank.kv.Segments(group) {
+				for j := range rank.kv.View(s, b.ID) {
+					rank.kv.View(s, b.ID)[j] = byte(rng.Uint32())
+				}
+			}
+			require.NoError(r, rank.hasher.Make(rank.kv, b))
+		}
+		bs = append(bs, b)
+	}
+	return bs
+}
+
+// save has the plugin store blocks of one rank, and the host learn where.
+func (r *placedRig) save(n int, bs ...connector.Block) (slots []uint32) {
+	for _, b := range bs {
+		spans, err := r.ranks[n].kv.Spans(b)
+		require.NoError(r, err)
+		data := slices.Concat(spans...)
+		slot := place.Slot(r.next)
+		r.next++
+		r.shelf.Begin(slot)
+		copy(r.shelf.Bytes(slot, len(data)), data)
+		r.shelf.Publish(slot, &place.Header{Key: r.p.key(b.Key, b.Group, n), Length: uint32(len(data)), Group: b.Group})
+		slots = append(slots, uint32(slot))
+	}
+	require.NoError(r, r.p.learn(slots))
+	return slots
+}
+
+// loaded loads blocks of one rank into other places of the cache, and says whether they came. They are right then.
+func (r *placedRig) loaded(n int, bs ...connector.Block) bool {
+	to := slices.Clone(bs)
+	for i := range to {
+		to[i].ID += placedBlocks / 2
+	}
+	if !r.p.load(r.ranks[n], n, to) {
+		return false
+	}
+	for i := range to {
+		want, err := r.ranks[n].kv.Spans(bs[i])
+		require.NoError(r, err)
+		got, err := r.ranks[n].kv.Spans(to[i])
+		require.NoError(r, err)
+		require.Equal(r, bytes.Join(want, nil), bytes.Join(got, nil), "block %d of rank %d", i, n)
+	}
+	return true
+}
+
+func (r *placedRig) query(keys []connector.BlockKey, computed int) *connector.Query {
+	return &connector.Query{Request: "r", Tokens: 16*len(keys) + 5, Keys: keys, Computed: computed}
+}
+
+func all() connector.Group { return connector.Group{BlockTokens: 16, Policy: connector.PolicyAll} }
+
+// Rule PLACE-23: what is resident on all ranks and in all groups is matched and loaded without the plugin, and nothing else is.
+func TestPlacement(t *testing.T) {
+	r := newPlacedRig(t, 2, all(), connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
+	ks := keys(1, 5)
+	first, second := r.fill(ks, 0), r.fill(ks, 1)
+	_, ok := r.p.match(r.query(ks, 0))
+	require.False(t, ok)
+	for n := range 2 {
+		r.save(n, first...)
+		_, ok = r.p.match(r.query(ks, 0))
+		require.False(t, ok, "the second group is missing")
+		r.save(n, second[3:]...)
+		m, ok := r.p.match(r.query(ks, 32))
+		require.Equal(t, n == 1, ok)
+		if ok {
+			require.Equal(t, connector.Match{Tokens: 48, Async: true}, m)
+		}
+	}
+	_, ok = r.p.match(r.query(append(slices.Clone(ks), keys(9, 1)...), 0))
+	require.False(t, ok, "the last block is not resident")
+	_, ok = r.p.match(r.query(ks[:4], 0))
+	require.False(t, ok, "the second group needs a block that is not resident")
+	_, ok = r.p.match(r.query(ks, 80))
+	require.False(t, ok, "all is computed")
+	q := r.query(ks, 0)
+	q.Ticket = connector.Ticket("t")
+	_, ok = r.p.match(q)
+	require.False(t, ok, "a ticket is for the plugin")
+	for n := range 2 {
+		require.True(t, r.loaded(n, first...))
+		require.True(t, r.loaded(n, second[3:]...))
+		require.False(t, r.loaded(n, second...))
+		require.False(t, r.loaded(n, connector.Block{ID: 1}), "a partial block")
+	}
+	require.Equal(t, []uint32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, slices.Sorted(slices.Values(r.p.takeUsed())))
+	require.Empty(t, r.p.takeUsed())
+}
+
+// Rule PLACE-23: the blocks of a plugin that died stay known, if its next life keeps them; other memory has none.
+func TestPlacementOverLives(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 3), 0)
+	slots := r.save(0, bs...)
+	r.shelf.Begin(place.Slot(slots[2])) // it dies while it gives that one's slot to another block
+	require.Equal(t, 2, r.life())
+	require.True(t, r.loaded(0, bs[:2]...))
+	require.False(t, r.loaded(0, bs...))
+	r.arena = make([]byte, len(r.arena))
+	require.Zero(t, r.life())
+	require.False(t, r.loaded(0, bs[0]))
+	r.next = 0
+	r.save(0, bs...)
+	require.True(t, r.loaded(0, bs...))
+	r.p.close()
+	require.False(t, r.loaded(0, bs...))
+	_, ok := r.p.match(r.query(keys(1, 3), 0))
+	require.False(t, ok)
+	require.NoError(t, r.p.learn(slots))
+}
+
+// Rule PLACE-24: from the beginning of a reset until its answer nothing is placed, and what was said before counts for nothing.
+func TestPlacementReset(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 3), 0)
+	slots := r.save(0, bs...)
+	r.p.pause()
+	require.False(t, r.loaded(0, bs...))
+	require.NoError(t, r.p.learn(slots), "of a save before the reset")
+	for _, s := range slots[:2] {
+		r.shelf.Retire(place.Slot(s))
+	}
+	r.p.resume()
+	require.False(t, r.loaded(0, bs[2]), "the host has forgotten what the plugin has not")
+	require.NoError(t, r.p.learn(slots))
+	require.False(t, r.loaded(0, bs[0]))
+	require.True(t, r.loaded(0, bs[2]))
+}
+
+// Rule PLACE-23: whatever a plugin writes into slots and headers, or names, no wrong byte counts as a block.
+func TestPlacementLies(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 0))
+	came, refused, faults := 0, 0, 0
+	for range 300 {
+		r := newPlacedRig(t, 1, all())
+		bs := r.fill(keys(1, 4), 0)
+		r.save(0, bs...)
+		for range 1 + rng.IntN(3) {
+			switch rng.IntN(3) {
+			case 0: // a byte of a block
+				at := int(r.p.kv.Layout().Segments[0].Offset) + rng.IntN(4*int(r.p.kv.Layout().Segments[0].BlockStride))
+				r.arena[at] ^= 1 << rng.IntN(8)
+			case 1: // a byte of a header
+				r.arena[4096+rng.IntN(4*128)] ^= 1 << rng.IntN(8)
+			case 2: // a name
+				if r.p.learn([]uint32{rng.Uint32N(uint32(2 * r.env.Slots))}) != nil {
+					faults++
+				}
+			}
+		}
+		for _, b := range bs {
+			if r.loaded(0, b) {
+				came++
+			} else {
+				refused++
+			}
+		}
+	}
+	t.Logf("%d loads came and were right, %d went to the plugin; %d answers were refused", came, refused, faults)
+	require.Positive(t, came)
+	require.Positive(t, refused)
+	require.Positive(t, faults)
+}

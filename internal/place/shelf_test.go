@@ -1,0 +1,155 @@
+package place
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// shelfRig is a plugin with an index of its own, and a host that reads what it says.
+type shelfRig struct {
+	*testing.T
+	g     Geometry
+	arena Memory
+	host  *Host
+	shelf *Shelf
+}
+
+func newShelfRig(t *testing.T) *shelfRig {
+	g := Fit(1<<16, 1000, 8)
+	require.Equal(t, 8, g.Slots)
+	r := &shelfRig{T: t, g: g}
+	var err error
+	r.arena, err = Private(make([]byte, g.ArenaBytes()))
+	require.NoError(t, err)
+	words, err := Private(make([]byte, g.WordsBytes()))
+	require.NoError(t, err)
+	r.host, err = NewHost(r.arena, words, g)
+	require.NoError(t, err)
+	r.open()
+	return r
+}
+
+// open begins the next life of the plugin.
+func (r *shelfRig) open() (found []Found, torn int) {
+	r.host.Died()
+	o, err := r.host.Reopen()
+	require.NoError(r, err)
+	r.shelf, found, torn, err = OpenShelf(r.arena, r.g, ShelfOpening{Epoch: o.Epoch, Serial: r.host.Draw(1000)}, 0)
+	require.NoError(r, err)
+	return found, torn
+}
+
+func (r *shelfRig) write(s Slot, n byte) {
+	r.shelf.Begin(s)
+	copy(r.shelf.Bytes(s, 1000), bytes.Repeat([]byte{n}, 1000))
+	r.shelf.Publish(s, &Header{Key: connector.StoreKey{n}, Length: 1000})
+}
+
+// read is what the host finds of a block.
+func (r *shelfRig) read(n byte) ([]byte, error) {
+	refs, err := r.host.Find([]connector.StoreKey{{n}}, 0)
+	if err != nil {
+		return nil, err
+	}
+	pin, err := r.host.Pin(refs[0])
+	if err != nil {
+		return nil, err
+	}
+	b := bytes.Clone(pin.Bytes())
+	return b, pin.Release(0)
+}
+
+// TestShelf: the host finds what a plugin names that writes its slots itself, until the plugin gives it up, also over the
+// plugin's death (rule PLACE-20).
+func TestShelf(t *testing.T) {
+	r := newShelfRig(t)
+	r.write(3, 1)
+	r.write(5, 2)
+	_, err := r.read(1)
+	require.ErrorIs(t, err, ErrMiss, "nobody has told the host")
+	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{3}}, 0))
+	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0))
+	require.ErrorIs(t, r.host.Notice(&Notice{Slots: []Slot{6}}, 0), ErrGone)
+	for n := range byte(2) {
+		b, err := r.read(n + 1)
+		require.NoError(t, err)
+		require.Equal(t, bytes.Repeat([]byte{n + 1}, 1000), b)
+	}
+
+	found, torn := r.open()
+	require.Zero(t, torn)
+	require.Len(t, found, 2)
+	require.Equal(t, []Slot{3, 5}, []Slot{found[0].Slot, found[1].Slot})
+	_, err = r.read(1)
+	require.NoError(t, err, "what is kept over the death stays known")
+
+	refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+	require.NoError(t, err)
+	pin, err := r.host.Pin(refs[0])
+	require.NoError(t, err)
+	r.shelf.Retire(3)
+	r.write(3, 1)
+	require.ErrorIs(t, pin.Release(0), ErrGone, "the same block again is another use")
+	_, err = r.read(1)
+	require.ErrorIs(t, err, ErrMiss)
+
+	r.host.Forget()
+	_, err = r.read(2)
+	require.ErrorIs(t, err, ErrMiss)
+	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0))
+	_, err = r.read(2)
+	require.NoError(t, err)
+}
+
+// TestShelfRecovers: the next life keeps whole blocks of serials that were drawn, of each key the last, and nothing else.
+func TestShelfRecovers(t *testing.T) {
+	r := newShelfRig(t)
+	for s := range Slot(6) {
+		r.write(s, byte(s))
+	}
+	r.shelf.Begin(2)                                                                                         // dies while it writes
+	r.write(6, 4)                                                                                            // again
+	r.shelf.Publish(7, &Header{Key: connector.StoreKey{9}, Length: 1000, Expires: -1})                       // over
+	r.shelf.Retire(5)                                                                                        // given up
+	r.arena.Store(r.g.wordAt(0)+16, r.arena.Load(r.g.wordAt(0)+16)^1)                                        // damaged
+	forged := Header{Serial: 1 << 50, Key: connector.StoreKey{8}, Length: 1000, Parts: 1, Lead: 1, Epoch: 1} // never drawn
+	words := forged.Encode(1, Word(r.arena.Load(r.g.wordAt(1))).Generation())
+	r.g.storeHeader(r.arena, 1, &words)
+	found, torn := r.open()
+	require.Equal(t, 3, torn, "begun, damaged, forged")
+	var slots []Slot
+	for _, f := range found {
+		slots = append(slots, f.Slot)
+	}
+	require.Equal(t, []Slot{3, 6}, slots, "in the order of writing")
+	for s := range Slot(8) {
+		_, whole := r.shelf.Header(s)
+		require.Equal(t, s == 3 || s == 6, whole, "slot %d", s)
+	}
+}
+
+// TestShelfOverAnything: whatever is in the memory, a life opens, and nothing that it keeps has a wrong check.
+func TestShelfOverAnything(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 0))
+	for range 200 {
+		r := newShelfRig(t)
+		r.write(1, 1)
+		for range 20 {
+			r.arena.Store(rng.Int64N(r.g.bytesAt(0)/8)*8, rng.Uint64())
+		}
+		found, _ := r.open()
+		for _, f := range found {
+			require.Equal(t, Slot(1), f.Slot)
+			require.Equal(t, connector.StoreKey{1}, f.Key)
+		}
+		r.write(1, 7)
+		require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{1}}, 0))
+		_, err := r.read(7)
+		require.NoError(t, err)
+	}
+}
