@@ -61,6 +61,9 @@ const (
 	Bidirectional Profile = "bidirectional"
 	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
 	Offload Profile = "offload"
+	// Bounded is a Store that keeps only so much, so long, or so much of each tenant, as options of its config say. Its schema declares
+	// what they bound.
+	Bounded Profile = "bounded"
 	// LayerWise is a connector that saves blocks while their layers are computed.
 	LayerWise Profile = "layerwise"
 	// Reshape is a connector that loads from producers with other block sizes and ranks.
@@ -69,7 +72,7 @@ const (
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Bounded, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -115,7 +118,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

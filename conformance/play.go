@@ -19,7 +19,9 @@ type stage struct {
 	size      int64
 	instances []*Instance
 	players   []*player
-	bytes     int64 // of blocks that were saved so far
+	limits    model.Limits
+	bounds    *bounding // of the config; nil: the harness's
+	bytes     int64     // of blocks that were saved so far
 }
 
 // stage starts a connector whose backend is empty.
@@ -60,6 +62,12 @@ func (s *stage) words() []string {
 // begin opens the engines of a history.
 func (s *stage) begin(h *model.History, salt string) error {
 	layout := layoutOf(&h.Shape)
+	if s.bounds != nil {
+		var err error
+		if s.config, s.limits, err = s.bounds.set(s.h.Config(), h.Bounds, layout.BlockBytes(0)); err != nil {
+			return err
+		}
+	}
 	keys := h.BlockKeys(salt)
 	s.players = nil
 	for n := range h.Engines() {
@@ -267,6 +275,12 @@ func (p *player) call(c *model.Call, m *moving) model.Result {
 		return model.Result{Err: p.restart(false)}
 	case model.Kill:
 		return model.Result{Err: p.kill(c.Cancel)}
+	case model.Wait:
+		select {
+		case <-time.After(c.Cancel):
+		case <-p.Context().Done():
+		}
+		return model.Result{}
 	case model.Save, model.Load, model.Match, model.Reset:
 	}
 	ctx, cancel := context.WithCancel(p.Context())

@@ -68,13 +68,18 @@ func (r *rig) playRandom(o model.Options) {
 	if r.settings.budget < long {
 		o.Most = quickly
 	}
-	t := &theatre{rig: r, options: o, began: time.Now()}
+	r.theatre(&theatre{rig: r, options: o})
+}
+
+// theatre plays histories one after another until one fails or the budget is over.
+func (r *rig) theatre(t *theatre) {
+	t.began = time.Now()
 	defer t.shut()
 	for n := 0; ; n++ {
 		if spent := time.Since(t.began); r.Context().Err() != nil || spent > r.settings.budget && (n >= model.Tour || spent > slack*r.settings.budget) {
 			return
 		}
-		h := model.Generate(r.settings.seed, n, o)
+		h := t.generate(n)
 		if f := t.play(h, 0); f != nil {
 			t.report(h, n, f)
 			return
@@ -82,9 +87,17 @@ func (r *rig) playRandom(o model.Options) {
 	}
 }
 
+func (t *theatre) generate(n int) *model.History {
+	if t.bounds != nil {
+		return model.GenerateBounded(t.settings.seed, n, t.bounds.kinds(), t.options)
+	}
+	return model.Generate(t.settings.seed, n, t.options)
+}
+
 // theatre plays histories, several on one stage if they fit.
 type theatre struct {
 	*rig
+	bounds  *bounding // nil: there is room for all that histories save
 	options model.Options
 	began   time.Time
 	stage   *stage
@@ -143,6 +156,9 @@ func (t *theatre) play(h *model.History, wait time.Duration) *failure {
 	t.played++
 	s := t.stage
 	err := s.begin(h, fmt.Sprint(t.played))
+	if t.bounds != nil {
+		t.judge.Bound(s.limits)
+	}
 	var f *failure
 	if err != nil {
 		f = &failure{violation: &model.Violation{Rule: "OPEN-01", Text: err.Error(), Call: -1, Allowed: "sides that open"}}
@@ -244,11 +260,12 @@ func (t *theatre) ready(h *model.History) {
 	layout := layoutOf(&h.Shape)
 	size := end(&layout)
 	arena := t.info.ArenaBytes > 0 || t.info.ArenaBlocks > 0 // each life of an engine begins with an empty one
-	if s := t.stage; s != nil && (arena || s.ranks < h.Shape.Ranks || s.size < size || s.bytes+t.options.Room > Room) {
+	if s := t.stage; s != nil && (arena || t.bounds != nil || s.ranks < h.Shape.Ranks || s.size < size || s.bytes+t.options.Room > Room) {
 		t.shut()
 	}
 	if t.stage == nil {
 		t.stage = t.rig.stage(h.Shape.Ranks, size)
+		t.stage.bounds = t.bounds
 	}
 	t.stage.bytes += h.Bytes()
 }

@@ -34,6 +34,7 @@ func (r *rig) suggest() []Profile {
 	stored := e.saveOnly(r.Context(), transfer(from)) == nil && e.tryMatch(keys) == len(keys)
 	again := stored && e.load(to...) == nil && e.tryMatch(keys) == len(keys)
 	fit[Store], fit[MultiRank], fit[Fault], fit[Groups] = again, again, again, again && r.info.Groups
+	fit[Bounded] = again && len(r.bounding().fields) > 0
 	fit[Buffer] = stored && !again
 	config := map[string]json.RawMessage{}
 	_ = json.Unmarshal(r.config, &config) // of a config that is no object Describe has complained

@@ -78,14 +78,16 @@ func (j *Judge) answer(q *Query, tokens int, ended bool, d *during) *Violation {
 	least := j.longest(q, func(p place) bool { return j.sure(p, d) })
 	if len(offer) < least && !ended {
 		gone := j.at(j.missing(q.Keys[q.Computed:q.Computed+least], len(offer)))
-		return &Violation{Rule: shortRule(gone), Short: true, Kind: lost, Text: fmt.Sprintf("a Match offers %d of %s that are stored", len(offer), count(least, "block")), Allowed: fmt.Sprintf("%d or more", least)}
+		return &Violation{Rule: j.shortRule(gone), Short: true, Kind: lost, Text: fmt.Sprintf("a Match offers %d of %s that are stored", len(offer), count(least, "block")), Allowed: fmt.Sprintf("%d or more", least)}
 	}
 	return nil
 }
 
 // shortRule is the rule that a Match breaks that does not find a block.
-func shortRule(s *shard) string {
+func (j *Judge) shortRule(s *shard) string {
 	switch {
+	case j.bounded != nil:
+		return "OFF-05"
 	case s.life != "":
 		return s.life
 	case s.seen:
@@ -170,18 +172,20 @@ func (j *Judge) tooMuch(offer []Key, maybe func(place) bool) *Violation {
 
 // absent says which rule an offer of a block breaks that is not there.
 func (j *Judge) absent(k Key, after []Key, maybe func(place) bool) *Violation {
-	some, groups, cleared, ever := false, 0, false, false
+	some, groups, cleared, ever, expired := false, 0, false, false, false
 	for g := range j.shape.Groups {
 		for rank := range j.shape.Ranks {
 			p := place{k, g, rank}
 			some = some || maybe(p)
-			cleared, ever = cleared || j.at(p).cleared, ever || j.at(p).ever
+			cleared, ever, expired = cleared || j.at(p).cleared, ever || j.at(p).ever, expired || j.at(p).expired
 		}
 		if j.onRanks(k, g, maybe) {
 			groups++
 		}
 	}
 	switch {
+	case expired && !some:
+		return &Violation{Rule: "OFF-10", Text: fmt.Sprintf("but the time of b%d is over", k+1)}
 	case cleared && !some:
 		return &Violation{Rule: "RESET-01", Text: fmt.Sprintf("but b%d was saved before a Reset", k+1)}
 	case groups > 0:
