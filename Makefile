@@ -23,8 +23,9 @@ TEST_LIMIT ?= 60m
 export KVPORT_MAY_BE_INCONCLUSIVE ?= 1
 FUZZTIME  ?= 30s
 BENCH     ?= .
-# Where make vllm-test puts vLLM.
+# Where make vllm-test puts vLLM, and make sglang-test SGLang.
 VLLM_DIR  ?= .deps/vllm
+SGLANG_DIR ?= .deps/sglang
 # The part of the full counts that make soak runs: PART=n/N.
 PART      ?= 1/1
 
@@ -41,7 +42,7 @@ FAULTED   := ./internal/fault ./verify/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench lint vllm-test generate clean help
+.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench bench-serve lint vllm-test sglang-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -111,9 +112,25 @@ attack: deps build ## attack the binaries as clients, strangers, servers and plu
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
+SERVED    := docs/benchmarks/serve.jsonl
+SIMULATED := docs/benchmarks/simulated
+
+bench-serve: deps build ## compare prefill and decode apart with whole engines: 40 minutes of real traffic, for docs/benchmarks/serve.jsonl, and the simulation
+	bin/kvport bench serve --plugin-path bin --threads 2 --workload docs/benchmarks/serve-workload.json --setups chunked,chunked-128,whole-prefix_aware,pd,pd-turns --rate 0.5 --rounds 10 --format json > $(SERVED).new
+	bin/kvport sim serve --format json > $(SIMULATED).jsonl.new
+	bin/kvport sim serve --measured-short-steps --rate 2,6 --format json > $(SIMULATED)-measured-steps.jsonl.new
+	mv $(SERVED).new $(SERVED)
+	mv $(SIMULATED).jsonl.new $(SIMULATED).jsonl
+	mv $(SIMULATED)-measured-steps.jsonl.new $(SIMULATED)-measured-steps.jsonl
+	$(GO) generate ./verify/bench/report
+
 vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on
 	@$(PYTHON) scripts/vllm_setup.py --dir $(VLLM_DIR)
 	$(VLLM_DIR)/venv/bin/python tests/vllm/run.py --deps $(VLLM_DIR) $(VLLM_ARGS)
+
+sglang-test: deps build ## from nothing a real SGLang in .deps/sglang, beside the environment of vllm-test, then kvport's promises under it; SGLANG_ARGS='--only equal' is passed on
+	@$(PYTHON) scripts/sglang_setup.py --dir $(SGLANG_DIR) --vllm $(VLLM_DIR)
+	$(VLLM_DIR)/venv/bin/python tests/sglang/run.py --deps $(SGLANG_DIR) --vllm $(VLLM_DIR) $(SGLANG_ARGS)
 
 lint: ## golangci-lint, buf lint and buf breaking, at the versions of tools/go.mod (the first run compiles them)
 	$(TOOL) golangci-lint config verify

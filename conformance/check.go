@@ -25,7 +25,7 @@ type Options struct {
 	Profiles []Profile     // a required case that is skipped has failed; nil: Store
 	Seed     uint64        // of sizes, orders, bytes and random histories; keys differ in every run
 	Budget   time.Duration // of each case that plays random histories; 0: 1 s
-	Log      *slog.Logger  // what the connector logs, and its process writes to standard error, each line with its case; nil: nothing
+	Log      *slog.Logger  // what the connector logs (behind Wire: nothing), and its process writes to standard error, each line with its case; nil: nothing
 	Deadline time.Duration // of one case; 0: 60 s
 	Only     []string      // ids of the cases to run; nil: those of the profiles
 	FailFast bool          // end the run at the first case that failed
@@ -57,10 +57,11 @@ type Result struct {
 	LastWords []string
 
 	Number, Of int           // of the case among those of the run, from 1 on; 0: not known
-	Left       time.Duration // about as long the cases will take that have not run yet; 0: not known, or there are none
+	Left       time.Duration // about how long the cases will take that have not run yet; 0: not known, or there are none
 	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
 
-	excused bool // it was skipped for what the machine or the config does not have
+	excused  bool   // it was skipped for what the machine or the config does not have
+	required string // it did not run, and fails only for that: what is said of it; empty: it ran
 }
 
 // Check runs the cases one after another and returns a Result for each, in order. A case that hangs
@@ -121,23 +122,26 @@ func (c *checker) check(ctx context.Context, n int, again bool) Result {
 	if !c.all[n].budgeted {
 		c.ran, c.took = c.ran+1, c.took+r.Took
 	}
-	r.Left = c.left()
 	c.failed = c.failed || r.Status == Fail
+	r.Left = c.left()
 	c.tell(r)
 	return r
 }
 
 // left is about how long the cases take that have not run yet: their budget, or as long as those that have.
 func (c *checker) left() (sum time.Duration) {
-	if c.ran == 0 {
+	if c.FailFast && c.failed {
 		return 0
 	}
 	for _, next := range c.all[min(len(c.results)+1, len(c.all)):] {
-		if next.budgeted {
+		switch {
+		case next.budgeted:
 			sum += c.settings.budget
-			continue
+		case c.ran == 0:
+			return 0
+		default:
+			sum += c.took / time.Duration(c.ran)
 		}
-		sum += c.took / time.Duration(c.ran)
 	}
 	return sum
 }
@@ -245,7 +249,8 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
 		if r.Status == Skip && !c.Optional && !r.excused && slices.Contains(c.Profiles, p) {
-			r.Status, r.Log = Fail, append(r.Log, fmt.Sprintf("profile %s requires this case", p))
+			r.required = fmt.Sprintf("profile %s requires this case", p)
+			r.Status, r.Log = Fail, append(r.Log, r.required)
 		}
 	}
 	return r

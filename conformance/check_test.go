@@ -148,9 +148,27 @@ func TestNamesAndRelaysOfAConfig(t *testing.T) {
 	require.NotEqual(t, config.Name, second.Name)
 	require.NoError(t, other.Close())
 	require.NoError(t, h.Close())
+}
 
-	_, err = InProcess(connector.Plugin{}, json.RawMessage(`{"a": "@PROXY:localhost@"}`))()
-	require.ErrorContains(t, err, "want @PROXY:HOST:PORT@")
+// What is meant to be a relay and is none is an error, which needs nothing but the text; other text is left alone.
+func TestWordsOfAConfig(t *testing.T) {
+	for _, wrong := range []string{
+		"@PROXY:localhost@", "@PROXY:@", "@PROXY:localhost:1", "@PROXY@", "@PROXY::1@", "@PROXY:localhost:http@", "@PROXY:localhost:0@",
+		"@PROXY:localhost:1/@UNIQUE@", "@PROXY:localhost:65536@", "@PROXY:localhost:1@ @PROXY:",
+	} {
+		_, err := InProcess(connector.Plugin{}, json.RawMessage(`{"a": "`+wrong+`", "b": 1}`))()
+		require.ErrorContains(t, err, ": want @PROXY:HOST:PORT@", wrong)
+		require.NotContains(t, err.Error(), `"b"`)
+	}
+	_, err := Proxied(json.RawMessage(`{"a": "@SERVER@", "b": "@PROXY:127.0.0.1:1@"}`))
+	require.ErrorContains(t, err, "cases would hurt only one of the servers")
+	for right, want := range map[string][]string{
+		"@SERVER@": nil, "p@PROXY1": nil, "PROXY:": nil, "@PROXY:h:1@,@PROXY:[::1]:2@,@PROXY:h:1@": {"h:1", "[::1]:2"},
+	} {
+		got, err := Proxied(json.RawMessage(`{"a": "` + right + `"}`))
+		require.NoError(t, err)
+		require.Equal(t, want, got, right)
+	}
 }
 
 // A server that the suite does not know is hurt on the way to it; what lies in it is nobody's to change.
@@ -172,13 +190,41 @@ func TestAnotherServer(t *testing.T) {
 
 	h, err := InProcess(plugin, config)()
 	require.NoError(t, err)
+	require.NoError(t, h.Close())
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, listener.Close()) }()
+	h, err = InProcess(plugin, json.RawMessage(`{"a": "@PROXY:`+listener.Addr().String()+`@"}`))()
+	require.NoError(t, err)
 	s := h.(*inProcess).remoteServer()
 	require.NoError(t, s.Pause())
-	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", s.relay.Address())
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", s.relays[0].Address())
 	require.NoError(t, err)
-	require.NoError(t, conn.Close())
+	_, err = conn.Write([]byte{7})
+	require.NoError(t, err)
+	behind, err := listener.Accept()
+	require.NoError(t, err)
+	require.NoError(t, behind.SetReadDeadline(time.Now().Add(50*time.Millisecond)))
+	_, err = behind.Read(make([]byte, 1))
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded, "nothing arrives")
 	require.NoError(t, s.Resume())
-	require.NoError(t, h.Close())
+	require.NoError(t, behind.SetReadDeadline(time.Time{}))
+	_, err = behind.Read(make([]byte, 1))
+	require.NoError(t, err)
+	require.NoError(t, errors.Join(conn.Close(), behind.Close(), h.Close()))
+}
+
+// Where no connection is cut, a case that is about cuts says nothing: with a server of the suite, all of whose bytes pass the relay, it has
+// failed, and with another, which may lead connectors elsewhere, it does not apply.
+func TestNothingIsCut(t *testing.T) {
+	for address, want := range map[string]Status{"@SERVER@": Fail, "@PROXY:127.0.0.1:1@": Skip} {
+		config := json.RawMessage(`{"address": "` + address + `"}`)
+		o := Options{Profiles: []Profile{Remote}, Only: []string{"remote-cut-load", "remote-cut-save"}}
+		for _, r := range Check(t.Context(), InProcess(keeper(&values{}, true), config), o) {
+			require.Equal(t, want, r.Status, r.ID)
+			require.Contains(t, r.Log[0], "no connection was cut")
+		}
+	}
 }
 
 func TestHarnessThatCannotStart(t *testing.T) {
@@ -284,11 +330,11 @@ func TestWriteTextOfARun(t *testing.T) {
       not offered
       it will run again when the other cases have ended
 These did not pass:
-      WORK-02     b                     Two.
+fail  WORK-02     b                     Two.
         came:     a line
         rule:     A Load that cannot get some blocks names exactly those in a BlockError, and fills all others, also those whose key comes twice.
-        look at:  returning one error for a whole transfer if only one block is missing; run it alone with --case b --log FILE
-      HOLD-01     c                     Three.
+        look at:  returning one error for a whole transfer if only one block is missing
+inconclusive  HOLD-01     c                     Three.
         came:     not offered
         rule:     Finish answers every Ended, in order; a request that no consumer was announced for, or that has no blocks, is not held.
 1 passed, 1 failed, 0 skipped, 1 inconclusive
@@ -420,10 +466,10 @@ fail  WORK-02     b                     Two.
       line 3
 skip  HOLD-01     c                     Three. (not offered)
 These did not pass:
-      WORK-02     b                     Two.
+fail  WORK-02     b                     Two.
         came:     line <1>
         rule:     A Load that cannot get some blocks names exactly those in a BlockError, and fills all others, also those whose key comes twice.
-        look at:  returning one error for a whole transfer if only one block is missing; run it alone with --case b --log FILE
+        look at:  returning one error for a whole transfer if only one block is missing
 1 passed, 1 failed, 1 skipped
 `, b.String())
 }
@@ -433,19 +479,32 @@ func TestSummary(t *testing.T) {
 	var b bytes.Buffer
 	require.NoError(t, WriteSummary(&b, []Result{
 		{ID: "round-trip", Rule: "WORK-01", Text: "One.", Status: Fail, Log: []string{"it differs"}},
+		{ID: "doubtful", Rule: "KEY-05", Text: "Three.", Status: Inconclusive, Log: []string{"it was late"}},
+		{ID: "hold-order", Rule: "WORK-02", Text: "Four.", Status: Fail, Log: []string{"not offered", "profile power requires this case"}, required: "profile power requires this case"},
 		{ID: "random", Rule: "STORE-06", Text: "Two.", Status: Fail, Log: []string{"STORE-06: a load gives b1 bytes that are not stored any more"}, Allowed: "the bytes of b1'"},
+		{ID: "remote-full", Status: Skip, Log: []string{"the config names no server"}, excused: true},
+		{ID: "hold-waits", Status: Skip, Log: []string{"not offered"}},
+		{ID: "other", Status: Skip, Log: []string{"there is no disk"}, excused: true},
+		{ID: "remote-busy", Status: Skip, Log: []string{"the config names no server"}, excused: true},
 	}))
 	require.Equal(t, `These did not pass:
-      STORE-06    random                Two.
+fail  WORK-02     hold-order            Four.
+        came:     not offered
+        allowed:  a pass: profile power requires this case
+        look at:  what the connector offers, its config, or leave out the profile
+fail  STORE-06    random                Two.
         came:     a load gives b1 bytes that are not stored any more
         allowed:  the bytes of b1'
         rule:     A Save with Replace overwrites what is stored with the blocks.
-        look at:  run it alone with --case random --log FILE
-      WORK-01     round-trip            One.
+fail  WORK-01     round-trip            One.
         came:     it differs
         rule:     What one engine saved another loads, byte for byte, as far as the connector's Scope reaches.
-        look at:  run it alone with --case round-trip --log FILE
-0 passed, 2 failed, 0 skipped
+inconclusive  KEY-05      doubtful              Three.
+        came:     it was late
+        rule:     `+docs.Rule("KEY-05")+`
+These did not run, since the config names no server: remote-full, remote-busy
+These did not run, since there is no disk: other
+0 passed, 3 failed, 4 skipped, 1 inconclusive
 `, b.String())
 	require.True(t, slices.IsSortedFunc(broadRules(), func(x, y string) int { return breadth(x) - breadth(y) }))
 	for _, rule := range broadRules() {
@@ -460,6 +519,12 @@ func TestTimeLeft(t *testing.T) {
 	c.results = make([]Result, 1)
 	require.Equal(t, time.Minute+2*time.Second, c.left())
 	c.results = make([]Result, 4)
+	require.Zero(t, c.left())
+	c.ran, c.results = 0, make([]Result, 1)
+	require.Zero(t, c.left(), "how long a case takes is not known")
+	c.results = make([]Result, 2)
+	require.Equal(t, time.Minute, c.left(), "budgets are known")
+	c.FailFast, c.failed = true, true
 	require.Zero(t, c.left())
 }
 

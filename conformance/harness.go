@@ -11,6 +11,8 @@ import (
 	"net"
 	"os"
 	"regexp"
+	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/kvport/kvport/conformance/relay"
@@ -95,15 +97,42 @@ const serverPlaceholder, passwordPlaceholder = "@SERVER@", "@PASSWORD_FILE@"
 // uniquePlaceholder stands for a name that is new in every case: of a bucket, a table, or the keys in a server that cases share.
 const uniquePlaceholder = "@UNIQUE@"
 
-// proxied stands for the address of a relay in front of the server whose address it names, so that cases can hurt the way to it.
-var proxied = regexp.MustCompile(`@PROXY:([^@"]+)@`)
+// proxied stands for the address of a relay in front of the server whose address it names, so that cases can hurt the way to it; proxyMark
+// is where one begins, or what is meant to be one.
+var (
+	proxied   = regexp.MustCompile(`^@PROXY:([^@"]+)@`)
+	proxyMark = regexp.MustCompile(`@PROXY[:@]`)
+)
+
+// Proxied gives the addresses, HOST:PORT, of the servers to which a config has relays, each once. It looks at the text alone: the error says
+// which of the words that Makers replace cannot be replaced.
+func Proxied(config json.RawMessage) (addresses []string, err error) {
+	for _, at := range proxyMark.FindAllIndex(config, -1) {
+		m := proxied.FindSubmatch(config[at[0]:])
+		if m == nil {
+			word, _, _ := bytes.Cut(config[at[0]:], []byte{'"'})
+			return nil, fmt.Errorf("%s: want @PROXY:HOST:PORT@", word)
+		}
+		host, port, err := net.SplitHostPort(string(m[1]))
+		if n, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil || n == 0 || host == "" {
+			return nil, fmt.Errorf("%s: want @PROXY:HOST:PORT@", m[0])
+		}
+		if address := string(m[1]); !slices.Contains(addresses, address) {
+			addresses = append(addresses, address)
+		}
+	}
+	if len(addresses) > 0 && bytes.Contains(config, []byte(serverPlaceholder)) {
+		return nil, errors.New("the config has @SERVER@ and @PROXY:HOST:PORT@: cases would hurt only one of the servers")
+	}
+	return addresses, nil
+}
 
 // base is what all harnesses share: the config, its folder and its server.
 type base struct {
 	config  json.RawMessage
 	dir     string // "" when the config has no placeholder
 	server  *server
-	proxies []*relay.Relay
+	proxies relays
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -112,6 +141,10 @@ func newBase(config json.RawMessage) (base, error) {
 	}
 	text := strings.ReplaceAll(string(config), shellPlaceholder, placeholder)
 	var b base
+	servers, err := Proxied(json.RawMessage(text))
+	if err != nil {
+		return b, err
+	}
 	if strings.Contains(text, placeholder) {
 		dir, err := os.MkdirTemp("", "kvport-conform-")
 		if err != nil {
@@ -126,37 +159,22 @@ func newBase(config json.RawMessage) (base, error) {
 			return b, errors.Join(fmt.Errorf("server for the config: %w", err), b.Close())
 		}
 		b.server = s
-		text = strings.ReplaceAll(text, serverPlaceholder, s.relay.Address())
+		text = strings.ReplaceAll(text, serverPlaceholder, s.relays[0].Address())
 		text = strings.ReplaceAll(text, passwordPlaceholder, inQuotes(s.passwordFile()))
 	}
-	text, err := b.proxy(text)
-	if err != nil {
-		return b, errors.Join(fmt.Errorf("relay for the config: %w", err), b.Close())
+	for _, address := range servers {
+		r, err := relay.New(address, 0)
+		if err != nil {
+			return b, errors.Join(fmt.Errorf("relay for the config: %w", err), b.Close())
+		}
+		b.proxies = append(b.proxies, r)
+		text = strings.ReplaceAll(text, "@PROXY:"+address+"@", r.Address())
 	}
 	name := make([]byte, 8)
 	_, _ = rand.Read(name) // never fails
 	text = strings.ReplaceAll(text, uniquePlaceholder, "kvport"+hex.EncodeToString(name))
 	b.config = json.RawMessage(text)
 	return b, nil
-}
-
-// proxy puts the addresses of relays in the place of those that should have relays in front of them.
-func (b *base) proxy(text string) (string, error) {
-	for _, m := range proxied.FindAllStringSubmatch(text, -1) {
-		if _, _, err := net.SplitHostPort(m[1]); err != nil {
-			return "", fmt.Errorf("%s: want @PROXY:HOST:PORT@: %w", m[0], err)
-		}
-		if !strings.Contains(text, m[0]) {
-			continue // it stood there twice
-		}
-		r, err := relay.New(m[1], 0)
-		if err != nil {
-			return "", err
-		}
-		b.proxies = append(b.proxies, r)
-		text = strings.ReplaceAll(text, m[0], r.Address())
-	}
-	return text, nil
 }
 
 // inQuotes is a text as it stands between the quotes of a JSON string.
@@ -189,16 +207,17 @@ func (b base) Close() error {
 	return errors.Join(errs...)
 }
 
-// remoteServer is the server of the config, or the way to the first one that it has a relay for; nil when it names none.
+// remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.
 func (b base) remoteServer() *server {
 	if b.server == nil && len(b.proxies) > 0 {
-		return &server{relay: b.proxies[0]}
+		return &server{relays: b.proxies}
 	}
 	return b.server
 }
 
 // InProcess runs the connector without a process boundary. @TMP@ (or ${TMP}) in the config stands
-// for a new folder that each case gets.
+// for a new folder that each case gets, @UNIQUE@ for a new name, @PROXY:HOST:PORT@ for the address of a relay to that server, and
+// @SERVER@ for that of a new Redis server.
 func InProcess(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)

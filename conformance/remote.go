@@ -37,7 +37,7 @@ func closeRegions(rs []*host.Region) error {
 }
 
 // Wire runs the connector in this process, but behind the protocol: everything but the process
-// boundary is as in production. For @TMP@ see InProcess.
+// boundary is as in production. For the words of the config see InProcess.
 func Wire(p connector.Plugin, config json.RawMessage) Maker {
 	return func() (Harness, error) {
 		b, err := newBase(config)
@@ -150,7 +150,7 @@ func (h *loopback) instance(m *engineMemory) (*Instance, error) {
 }
 
 // Binary runs the plugin binary at path as a process of its own for each engine, as production
-// does. For @TMP@ see InProcess.
+// does. For the words of the config see InProcess.
 func Binary(path string, config json.RawMessage) Maker {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs // a bare name means a file here, not one on PATH

@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"cmp"
 	"encoding/json"
 	"encoding/xml"
 	"fmt"
@@ -76,11 +77,11 @@ func broadRules() []string {
 	return []string{"FAULT-01", "WORK-05", "STORE-01", "WORK-01", "WORK-07", "OPEN-01"}
 }
 
-// breadth orders rules: what a specific one says names the fault better than what a broad one says.
+// breadth orders rules from the specific to the broad, because a specific rule names the fault better.
 func breadth(rule string) int { return slices.Index(broadRules(), rule) }
 
-// WriteSummary writes for people what failed or was inconclusive, the most specific rule first and in five lines at most for each case, and
-// how many cases had each status.
+// WriteSummary writes for people what failed or was inconclusive, what failed first, the most specific rule first and in five lines at most
+// for each case; which cases did not run although a profile asks for them; and how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
 	var b strings.Builder
 	count := map[Status]int{}
@@ -91,13 +92,16 @@ func WriteSummary(w io.Writer, results []Result) error {
 			wrong = append(wrong, r)
 		}
 	}
-	slices.SortStableFunc(wrong, func(x, y Result) int { return breadth(x.Rule) - breadth(y.Rule) })
+	slices.SortStableFunc(wrong, func(x, y Result) int {
+		return cmp.Or(cmp.Compare(doubt(x), doubt(y)), breadth(x.Rule)-breadth(y.Rule))
+	})
 	if len(wrong) > 0 {
 		b.WriteString("These did not pass:\n")
 	}
 	for _, r := range wrong {
 		writeWrong(&b, r)
 	}
+	writeExcused(&b, results)
 	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])
 	if n := count[Inconclusive]; n > 0 {
 		fmt.Fprintf(&b, ", %d inconclusive", n)
@@ -106,14 +110,47 @@ func WriteSummary(w io.Writer, results []Result) error {
 	return err
 }
 
+// writeExcused names the cases that the machine or the config kept from running, so that nobody takes them for passed.
+func writeExcused(b *strings.Builder, results []Result) {
+	var reasons []string
+	cases := map[string][]string{}
+	for _, r := range results {
+		if r.Status != Skip || !r.excused {
+			continue
+		}
+		reason := strings.Join(r.Log, "; ")
+		if cases[reason] == nil {
+			reasons = append(reasons, reason)
+		}
+		cases[reason] = append(cases[reason], r.ID)
+	}
+	for _, reason := range reasons {
+		fmt.Fprintf(b, "These did not run, since %s: %s\n", reason, strings.Join(cases[reason], ", "))
+	}
+}
+
+// doubt orders what failed before what is inconclusive.
+func doubt(r Result) int {
+	if r.Status == Inconclusive {
+		return 1
+	}
+	return 0
+}
+
 // writeWrong tells about a case that did not pass what was done, what came, what was allowed, the rule, and what to look at.
 func writeWrong(b *strings.Builder, r Result) {
-	fmt.Fprintf(b, "      %-10s  %-20s  %s\n", r.Rule, r.ID, r.Text)
+	fmt.Fprintf(b, "%-4s  %-10s  %-20s  %s\n", r.Status, r.Rule, r.ID, r.Text)
 	line := func(what, text string) {
 		text, _, _ = strings.Cut(text, "\n")
 		if text != "" {
 			fmt.Fprintf(b, "        %-9s %s\n", what, text)
 		}
+	}
+	if r.required != "" { // it did not run, so that no mistake can be named
+		line("came:", r.Log[0])
+		line("allowed:", "a pass: "+r.required)
+		line("look at:", "what the connector offers, its config, or leave out the profile")
+		return
 	}
 	if len(r.Log) > 0 {
 		line("came:", strings.TrimPrefix(r.Log[0], r.Rule+": "))
@@ -123,7 +160,7 @@ func writeWrong(b *strings.Builder, r Result) {
 		line("rule:", rule)
 	}
 	if r.Status == Fail {
-		line("look at:", strings.Join(append(docs.Mistakes(r.Rule), "run it alone with --case "+r.ID+" --log FILE"), "; "))
+		line("look at:", strings.Join(docs.Mistakes(r.Rule), "; "))
 	}
 }
 

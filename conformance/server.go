@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/redis/go-redis/v9"
 
@@ -17,9 +18,79 @@ import (
 // server is the server that the connector under test stores its blocks in, behind a relay.
 type server struct {
 	*redistest.Server // nil: it is somebody else's, and only the way to it can be hurt
-	relay             *relay.Relay
+	relays            relays
 	dir               string
 	password          string // "": it requires none
+}
+
+// relays are all ways to a server, which are hurt together: a connector may have several addresses, of shards or replicas, and goes on
+// with one if only the other is hurt.
+type relays []*relay.Relay
+
+// Refuse is relay.Relay.Refuse.
+func (rs relays) Refuse(refuse bool) {
+	for _, r := range rs {
+		r.Refuse(refuse)
+	}
+}
+
+// Cut is relay.Relay.Cut.
+func (rs relays) Cut() {
+	for _, r := range rs {
+		r.Cut()
+	}
+}
+
+// Stall is relay.Relay.Stall.
+func (rs relays) Stall(toServer, fromServer bool) {
+	for _, r := range rs {
+		r.Stall(toServer, fromServer)
+	}
+}
+
+// Delay is relay.Relay.Delay.
+func (rs relays) Delay(d time.Duration) {
+	for _, r := range rs {
+		r.Delay(d)
+	}
+}
+
+// CutAfter is relay.Relay.CutAfter.
+func (rs relays) CutAfter(n int64) {
+	for _, r := range rs {
+		r.CutAfter(n)
+	}
+}
+
+// CutSentAfter is relay.Relay.CutSentAfter.
+func (rs relays) CutSentAfter(n int64) {
+	for _, r := range rs {
+		r.CutSentAfter(n)
+	}
+}
+
+// Cuts is how many connections CutAfter and CutSentAfter have cut.
+func (rs relays) Cuts() (sum int) {
+	for _, r := range rs {
+		sum += r.Cuts()
+	}
+	return sum
+}
+
+// Answered is the most bytes that came through one connection since the last CutAfter.
+func (rs relays) Answered() (most int64) {
+	for _, r := range rs {
+		most = max(most, r.Count().Answered)
+	}
+	return most
+}
+
+// Sent is the most bytes that one connection has sent since the last CutSentAfter.
+func (rs relays) Sent() (most int64) {
+	for _, r := range rs {
+		most = max(most, r.Count().Sent)
+	}
+	return most
 }
 
 // newServer starts an empty server.
@@ -41,7 +112,10 @@ func newServer(locked bool) (*server, error) {
 		s.Server, err = redistest.Start(args...)
 	}
 	if err == nil {
-		s.relay, err = relay.New(s.Address, 0)
+		var way *relay.Relay
+		if way, err = relay.New(s.Address, 0); err == nil {
+			s.relays = relays{way}
+		}
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.close())
@@ -54,8 +128,8 @@ func (s *server) passwordFile() string { return filepath.Join(s.dir, "password")
 
 func (s *server) close() error {
 	var errs []error
-	if s.relay != nil {
-		errs = append(errs, s.relay.Close())
+	for _, r := range s.relays {
+		errs = append(errs, r.Close())
 	}
 	if s.Server != nil {
 		errs = append(errs, s.Close())
@@ -63,12 +137,12 @@ func (s *server) close() error {
 	return errors.Join(append(errs, os.RemoveAll(s.dir))...)
 }
 
-// Pause keeps the server from answering: its process is stopped, or nothing passes the relay.
+// Pause keeps the server from answering: its process is stopped, or nothing passes the relays.
 func (s *server) Pause() error {
 	if s.Server != nil {
 		return s.Server.Pause()
 	}
-	s.relay.Stall(true, true)
+	s.relays.Stall(true, true)
 	return nil
 }
 
@@ -77,17 +151,25 @@ func (s *server) Resume() error {
 	if s.Server != nil {
 		return s.Server.Resume()
 	}
-	s.relay.Stall(false, false)
+	s.relays.Stall(false, false)
 	return nil
 }
 
 // remote is the server of the connector under test. Without one the case does not apply.
 func (r *rig) remote() *server {
 	r.Helper()
-	if h, ok := r.harness().(interface{ remoteServer() *server }); ok && h.remoteServer() != nil {
-		return h.remoteServer()
+	if s := r.server(); s != nil {
+		return s
 	}
 	r.Skipf("the config names no server (@SERVER@, or @PROXY:HOST:PORT@) that could be hurt")
+	return nil
+}
+
+// server is the server of the connector under test; nil when its config names none.
+func (r *rig) server() *server {
+	if h, ok := r.harness().(interface{ remoteServer() *server }); ok {
+		return h.remoteServer()
+	}
 	return nil
 }
 

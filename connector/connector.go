@@ -23,7 +23,8 @@
 //	keep holds as long as their consumers are alive            Leaser      CanLease  scheduler
 //	load what an engine with another block size holds          Reshaper    CanReshape worker
 //
-// A connector may also ask for memory that outlives its process: [Info.ArenaBytes].
+// A connector may also ask for memory that outlives its process ([Info.ArenaBytes]), and for its rank's cache before the
+// first transfer ([Registerer]).
 //
 // Code that looks for one of these interfaces calls [As] instead of a type assertion, because a proxy has
 // every method but may support only some of them. docs/powers.md says what every part of kvport does with each;
@@ -178,6 +179,14 @@ type Worker interface {
 	Save(ctx context.Context, t *Transfer, kv *KV) error
 	// Close releases what the side holds. The host calls it once, after the last call has returned.
 	Close() error
+}
+
+// A Registerer is a Worker that needs the cache of its rank before the first transfer, for example because a library registers the
+// memory, or because peers ask where it is. Package sdk looks for it; it is not a power, so hosts and the protocol do not know it.
+type Registerer interface {
+	// RegisterKV is called once, when the side is opened and before any Load or Save. kv is what these get, and is valid until
+	// Close has returned. After an error the side is closed, and the host gets the error as that of its opening.
+	RegisterKV(ctx context.Context, kv *KV) error
 }
 
 // A Planner chooses what is loaded and saved (capability CanPlan). Without it the host loads what

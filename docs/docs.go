@@ -4,6 +4,7 @@ package docs
 
 import (
 	_ "embed" // the pages below
+	"slices"
 	"strings"
 )
 
@@ -22,10 +23,14 @@ func Rule(id string) string {
 
 // Mistakes are the common mistakes that break a rule, as write-a-connector.md lists them.
 func Mistakes(rule string) (out []string) {
+	if Rule(rule) == "" {
+		return nil
+	}
 	_, table, _ := strings.Cut(forAuthors, "\n## Common mistakes\n")
+	table, _, _ = strings.Cut(table, "\n## ")
 	for line := range strings.Lines(table) {
 		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
-		if len(cells) == 2 && strings.Contains(cells[1], rule) {
+		if len(cells) == 2 && slices.Contains(strings.Split(strings.TrimSpace(cells[1]), ", "), rule) {
 			out = append(out, strings.TrimSpace(cells[0]))
 		}
 	}

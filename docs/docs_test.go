@@ -159,19 +159,21 @@ func requireTests(t *testing.T, command string, folders []string, pattern string
 	}
 }
 
-// TestAcceptanceLines: every line of tests/vllm that docs/acceptance.md names exists, and none is left out.
+// TestAcceptanceLines: every line of tests/vllm and tests/sglang that docs/acceptance.md names exists, and none is left out.
 func TestAcceptanceLines(t *testing.T) {
 	page := read(t, []string{"acceptance.md"})
-	code := read(t, []string{filepath.Join("..", "tests", "vllm", "run.py")})
-	var named, lines []string
-	for _, m := range regexp.MustCompile("`make vllm-test VLLM_ARGS='--only (\\S+)'`").FindAllStringSubmatch(page, -1) {
-		named = append(named, strings.Split(m[1], ",")...)
+	for folder, args := range map[string]string{"vllm": "VLLM_ARGS", "sglang": "SGLANG_ARGS"} {
+		code := read(t, []string{filepath.Join("..", "tests", folder, "run.py")})
+		var named, lines []string
+		for _, m := range regexp.MustCompile("`make "+folder+"-test "+args+"='--only (\\S+)'`").FindAllStringSubmatch(page, -1) {
+			named = append(named, strings.Split(m[1], ",")...)
+		}
+		for _, m := range regexp.MustCompile(`(?m)^    "(\w+)": \(\w+\.\w+, "`).FindAllStringSubmatch(code, -1) {
+			lines = append(lines, m[1])
+		}
+		require.NotEmpty(t, lines)
+		require.ElementsMatch(t, lines, named, folder)
 	}
-	for _, m := range regexp.MustCompile(`(?m)^    "(\w+)": \(\w+\.\w+, "`).FindAllStringSubmatch(code, -1) {
-		lines = append(lines, m[1])
-	}
-	require.NotEmpty(t, lines)
-	require.ElementsMatch(t, lines, named)
 }
 
 // TestGlossary: the design page explains at most 40 terms, in order, each once.
@@ -239,5 +241,16 @@ func TestRecords(t *testing.T) {
 				require.True(t, there[m[1]], "%s names record %s, which is not there", path, m[1])
 			}
 		}
+	}
+}
+
+// TestSentences: what programs print of the pages is of the rule they ask for, and nothing for what is no rule.
+func TestSentences(t *testing.T) {
+	require.Contains(t, Rule("WORK-02"), "BlockError")
+	require.Equal(t, []string{"returning one error for a whole transfer if only one block is missing"}, Mistakes("WORK-02"))
+	require.Equal(t, []string{"remembering something in Match"}, Mistakes("SCHED-03"), "one of two rules")
+	for _, unknown := range []string{"", "WORK-0", "rule", "---", "WORK-"} {
+		require.Empty(t, Mistakes(unknown), unknown)
+		require.Empty(t, Rule(unknown), unknown)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"time"
 
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
@@ -119,9 +120,21 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	require.NotNil(t, last.Cached)
 	require.Equal(t, 2, r.Health().Running+r.Health().Waiting)
 	cancel()
-	close(g.open)
-	require.Equal(t, connector.ReasonAbort, collect(running).last.Reason)
-	require.Equal(t, connector.ReasonAbort, collect(waiting).last.Reason)
+	defer close(g.open)
+	ended := make(chan [2]result, 1)
+	go func() { ended <- [2]result{collect(running), collect(waiting)} }()
+	var aborted [2]result
+	require.Eventually(t, func() bool { // without pauses the steps could reach the last token before the engine learns that ctx is over
+		select {
+		case g.open <- struct{}{}:
+		case aborted = <-ended:
+			return true
+		default:
+		}
+		return false
+	}, time.Minute, time.Millisecond)
+	require.Equal(t, connector.ReasonAbort, aborted[0].last.Reason)
+	require.Equal(t, connector.ReasonAbort, aborted[1].last.Reason)
 	requireIdle(t, r)
 }
 

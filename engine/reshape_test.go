@@ -17,8 +17,12 @@ import (
 // cutting is how an engine cuts its cache: tokens of a block, and ranks.
 type cutting struct{ block, ranks int }
 
-// cutTokens is the longest request.
-const cutTokens = 2048
+// cutTokens is the longest request, and cutCache what a cache has room for: all requests of a test at once, because a producer
+// keeps what no consumer has fetched yet.
+const (
+	cutTokens = 2048
+	cutCache  = 8 * cutTokens
+)
 
 // cutConfig is an engine with 24 heads that are cut so, and a plugin whose reader is as a fault says; without one it has no
 // plugin.
@@ -26,7 +30,7 @@ func cutConfig(t testing.TB, c cutting, fault string) Config {
 	m, err := sim.New(sim.Options{Layers: 3, Heads: 24, Ranks: c.ranks, Seed: 1, MaxTokens: cutTokens})
 	require.NoError(t, err)
 	cfg := simConfig(t)
-	cfg.Model, cfg.BlockSize, cfg.NumBlocks = m, c.block, 3*cutTokens/c.block
+	cfg.Model, cfg.BlockSize, cfg.NumBlocks = m, c.block, cutCache/c.block
 	if fault == "" {
 		return cfg
 	}

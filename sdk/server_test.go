@@ -123,6 +123,48 @@ func TestWorkerSeesTheHostsMemory(t *testing.T) {
 	require.ErrorIs(t, wire.ErrorFromProto(l.call(matchCall()).GetError()), connector.ErrIncompatible)
 }
 
+// registering is a worker that asks for its cache early.
+type registering struct {
+	*scripted
+	register func(context.Context, *connector.KV) error
+}
+
+func (r *registering) RegisterKV(ctx context.Context, kv *connector.KV) error {
+	return r.register(ctx, kv)
+}
+
+func TestRegisterer(t *testing.T) {
+	var registered *connector.KV
+	r := &registering{scripted: &scripted{}}
+	r.move = func(_ context.Context, _ *connector.Transfer, kv *connector.KV) error {
+		require.Same(t, registered, kv)
+		return nil
+	}
+	plugin := r.plugin()
+	plugin.Worker = func(context.Context, connector.Env, json.RawMessage) (connector.Worker, error) { return r, nil }
+	p := newPeer(t, plugin)
+
+	r.register = func(context.Context, *connector.KV) error { return errors.New("no such device") }
+	region, err := shm.Create("test", 8*testBlock)
+	require.NoError(t, err)
+	defer region.Close()
+	l := p.session()
+	refused := l.call(openCall(kvportv1.Side_SIDE_WORKER, wire.Region{FD: int(region.File().Fd()), Size: region.Size()})).GetError()
+	require.ErrorContains(t, wire.ErrorFromProto(refused), "no such device")
+	require.EqualValues(t, 1, r.closed.Load())
+	require.Empty(t, p.server.regions.mapped)
+
+	r.register = func(_ context.Context, kv *connector.KV) error {
+		require.Nil(t, registered, "it is called once")
+		registered = kv
+		return nil
+	}
+	l, _ = p.worker()
+	require.NotNil(t, registered, "before any transfer")
+	require.NotNil(t, l.call(loadCall(connector.Block{ID: 3})).GetMoved())
+	require.NotNil(t, l.call(loadCall(connector.Block{ID: 4})).GetMoved())
+}
+
 func TestOpenRefusesWrongMemory(t *testing.T) {
 	p := newPeer(t, (&scripted{}).plugin())
 	region, err := shm.Create("test", 8*testBlock)

@@ -15,7 +15,6 @@ import (
 
 	"github.com/kvport/kvport/internal/strictjson"
 	"github.com/kvport/kvport/verify/bench"
-	"github.com/kvport/kvport/verify/bench/report"
 	"github.com/kvport/kvport/verify/bench/serve"
 )
 
@@ -27,8 +26,10 @@ type serveBench struct {
 	seed                            uint64
 	rounds, requests                int
 	threads, blocks, traceBlock     int
-	rate, speed                     float64
-	ttft, itl, timeout              time.Duration
+	speed                           float64
+	rates                           []float64
+	ttft, itl                       []time.Duration
+	timeout                         time.Duration
 	vllm, quick                     bool
 }
 
@@ -52,14 +53,14 @@ func newBenchServe() *cobra.Command {
 	flags.StringVar(&f.apiKeyFile, "api-key-file", "", "with --url: file with the API key")
 	flags.StringVar(&f.config, "workload", "", "file with the workload as JSON (default one for a small model on two cores)")
 	flags.IntVar(&f.requests, "requests", 0, "requests of each seed, instead of the workload's; with --trace as many from its beginning")
-	flags.Float64Var(&f.rate, "rate", 0, "requests a second, instead of the workload's")
+	flags.Float64SliceVar(&f.rates, "rate", nil, "requests a second, instead of the workload's; with several everything is measured at each, and rows are named after the rate")
 	flags.StringVar(&f.trace, "trace", "", "play this trace, JSON Lines as Mooncake's, instead of a workload")
 	flags.Float64Var(&f.speed, "trace-speed", 1, "how many times as fast as it was recorded")
 	flags.IntVar(&f.traceBlock, "trace-block-tokens", 512, "tokens of a hash id of the trace; with fewer all its lengths shrink")
 	flags.Uint64Var(&f.seed, "seed", 1, "first seed")
 	flags.IntVar(&f.rounds, "rounds", 5, "seeds; every setup plays the schedule of each")
-	flags.DurationVar(&f.ttft, "slo-ttft", 2*time.Second, "a good request has its first token within this time; 0: no limit")
-	flags.DurationVar(&f.itl, "slo-itl", 100*time.Millisecond, "and the tokens that follow within this time each, on average; 0: no limit")
+	flags.DurationSliceVar(&f.ttft, "slo-ttft", []time.Duration{2 * time.Second}, "a good request has its first token within this time; 0: no limit")
+	flags.DurationSliceVar(&f.itl, "slo-itl", []time.Duration{100 * time.Millisecond}, "and the tokens that follow within this time each, on average; 0: no limit. With several times of either each pair is an SLO")
 	flags.DurationVar(&f.timeout, "timeout", 10*time.Minute, "for one request")
 	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file, tiny-random or sim")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute, of all engines of a setup together (default one for each CPU)")
@@ -83,29 +84,16 @@ func (f *serveBench) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	var rows []bench.Row
-	asJSON := bench.JSON(cmd.OutOrStdout())
-	o.Emit = func(r bench.Row) error {
-		rows = append(rows, r)
-		if f.format == "json" {
-			return asJSON(r)
+	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
+	return fail(c.at(f.rates, func(l offered, emit bench.Emit) ([]*serve.Result, error) {
+		one := *o
+		one.Emit, one.Before = emit, l.number
+		one.Say = func(text string) { fmt.Fprintln(cmd.ErrOrStderr(), l.name+text) }
+		if l.rate > 0 {
+			one.Workload.Rate = l.rate
 		}
-		return nil
-	}
-	o.Say = func(text string) { fmt.Fprintln(cmd.ErrOrStderr(), text) }
-	results, err := f.measure(cmd.Context(), o)
-	if err != nil {
-		return fail(err)
-	}
-	if f.plot != "" {
-		if err := os.WriteFile(f.plot, report.Plot(rows), 0o644); err != nil { //nolint:gosec // a picture for everybody
-			return fail(err)
-		}
-	}
-	if f.format == "text" {
-		return fail(serve.Table(cmd.OutOrStdout(), results))
-	}
-	return nil
+		return f.measure(cmd.Context(), &one)
+	}))
 }
 
 func (f *serveBench) measure(ctx context.Context, o *serve.Options) ([]*serve.Result, error) {
@@ -122,7 +110,7 @@ func (f *serveBench) measure(ctx context.Context, o *serve.Options) ([]*serve.Re
 // options are the flags as the bench takes them.
 func (f *serveBench) options(cmd *cobra.Command) (*serve.Options, error) {
 	o := &serve.Options{
-		Seed: f.seed, Rounds: f.rounds, SLO: serve.SLO{TTFT: f.ttft, ITL: f.itl}, Run: serve.RunOptions{Timeout: f.timeout},
+		Seed: f.seed, Rounds: f.rounds, SLOs: slos(f.ttft, f.itl), Run: serve.RunOptions{Timeout: f.timeout},
 		EngineOptions: serve.EngineOptions{Model: f.model, PluginPath: pluginFolders(f.folders), Threads: f.threads, Blocks: f.blocks},
 	}
 	if err := f.check(); err != nil {
@@ -153,9 +141,9 @@ func (f *serveBench) check() error {
 	switch {
 	case f.rounds < 1:
 		return fmt.Errorf("--rounds is %d, want at least 1", f.rounds)
-	case min(f.ttft, f.itl) < 0:
-		return errors.New("--slo-ttft and --slo-itl may not be negative")
-	case min(f.threads, f.requests) < 0 || f.rate < 0:
+	case len(f.ttft) == 0 || len(f.itl) == 0 || min(slices.Min(f.ttft), slices.Min(f.itl)) < 0:
+		return errors.New("--slo-ttft and --slo-itl have at least one time each, and none is negative")
+	case min(f.threads, f.requests) < 0 || len(f.rates) > 0 && slices.Min(f.rates) < 0:
 		return errors.New("--threads, --requests and --rate may not be negative")
 	case f.timeout <= 0 || min(f.blocks, f.traceBlock) < 1 || f.speed <= 0:
 		return errors.New("--timeout, --num-blocks, --trace-speed and --trace-block-tokens must be positive")
@@ -164,10 +152,11 @@ func (f *serveBench) check() error {
 	case len(f.urls) > 0 && len(f.setups) > 0:
 		return errors.New("--url and --setups do not go together: start kvport serve and route yourself, and name their URLs")
 	}
+	problem := errors.Join(checkFormat(f.format), checkRates(f.rates))
 	if len(f.urls) == 0 {
-		return errors.Join(f.checkModel(), checkFormat(f.format))
+		return errors.Join(f.checkModel(), problem)
 	}
-	return checkFormat(f.format)
+	return problem
 }
 
 func (f *serveBench) checkModel() error {
@@ -201,10 +190,12 @@ func (f *serveBench) workload(cmd *cobra.Command) (serve.Workload, error) {
 	if cmd.Flags().Changed("requests") {
 		w.Requests = f.requests
 	}
-	if cmd.Flags().Changed("rate") {
-		w.Rate = f.rate
+	err := w.Check()
+	for _, rate := range f.rates {
+		w.Rate = rate
+		err = errors.Join(err, w.Check())
 	}
-	return w, w.Check()
+	return w, err
 }
 
 func readWorkload(path string, w *serve.Workload) error {
@@ -226,7 +217,7 @@ func (f *serveBench) readTrace() (_ []serve.Request, err error) {
 	if f.trace == "" {
 		return nil, nil
 	}
-	if f.config != "" || f.rate > 0 {
+	if f.config != "" || len(f.rates) > 0 {
 		return nil, errors.New("--workload and --rate do not go with it: a trace has its own times; --trace-speed changes them")
 	}
 	file, err := os.Open(filepath.Clean(f.trace))

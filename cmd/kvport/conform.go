@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -57,7 +58,7 @@ func newConform() *cobra.Command {
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.config, "config", "{}", "the plugin's kv_connector_extra_config as JSON, or @FILE; @TMP@ in it becomes a fresh folder in every case, @UNIQUE@ a fresh name, @PROXY:HOST:PORT@ a relay to that server")
-	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; may be repeated; auto chooses those that fit the plugin: "+joined(conformance.Profiles(), ", "))
+	flags.StringSliceVar(&f.profiles, "profile", []string{string(conformance.Store)}, "kind of connector, whose cases must all run; one or more of "+joined(conformance.Profiles(), ", ")+"; or auto: those that fit the plugin")
 	flags.StringVar(&f.format, "format", "text", "text, json (a line a case) or junit (at the end)")
 	flags.DurationVar(&f.timeout, "timeout", 0, "end the run after this time, such as 10m, with the results so far and exit code 1; 0: never")
 	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
@@ -77,7 +78,7 @@ func (f *conformFlags) writeCases(cmd *cobra.Command) error {
 		return err
 	}
 	if slices.Contains(f.profiles, auto) {
-		return errors.New("--list takes no plugin, so that --profile auto has nothing to choose for: leave out one of them")
+		return errors.New("--list runs no plugin, so --profile auto has nothing to look at: leave out one of them")
 	}
 	if !cmd.Flags().Changed("profile") {
 		profiles = conformance.Profiles()
@@ -159,6 +160,9 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 		return err
 	}
 	config, err := readObject(f.config)
+	if err == nil {
+		err = reachable(cmd.Context(), config)
+	}
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
 	}
@@ -191,21 +195,44 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	return err
 }
 
+// reachable reports what is wrong with the servers to which a config has relays: each case would accuse the plugin of that.
+func reachable(ctx context.Context, config json.RawMessage) error {
+	servers, err := conformance.Proxied(config)
+	if err != nil {
+		return err
+	}
+	for _, address := range servers {
+		conn, err := (&net.Dialer{Timeout: 10 * time.Second}).DialContext(ctx, "tcp", address)
+		if err != nil {
+			return fmt.Errorf("@PROXY:%s@: no server is there: %w", address, err)
+		}
+		if err := conn.Close(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // suggest adds the profiles that fit the plugin, for --profile auto, and says which.
 func (f *conformFlags) suggest(ctx context.Context, errs io.Writer, plugin conformance.Maker, o *conformance.Options) error {
 	if !slices.Contains(f.profiles, auto) {
 		return nil
 	}
-	fit, err := conformance.Suggest(ctx, plugin, *o)
+	fit, notes, err := conformance.Suggest(ctx, plugin, *o)
 	if err != nil {
-		return fmt.Errorf("--profile auto: the plugin cannot be tried: %w", err)
+		return fmt.Errorf("--profile auto: the trial of the plugin: %w", err)
 	}
 	for _, p := range fit {
 		if !slices.Contains(o.Profiles, p) {
 			o.Profiles = append(o.Profiles, p)
 		}
 	}
-	_, err = fmt.Fprintf(errs, "--profile auto is %s\n", joined(o.Profiles, ","))
+	for _, note := range notes {
+		if _, err := fmt.Fprintf(errs, "--profile auto: %s\n", note); err != nil {
+			return err
+		}
+	}
+	_, err = fmt.Fprintf(errs, "profiles: %s\n", joined(o.Profiles, ","))
 	return err
 }
 
@@ -219,7 +246,12 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, errTimeout)
 	}
 	defer cancel()
-	if err := f.suggest(ctx, cmd.ErrOrStderr(), plugin, &o); err != nil {
+	switch err := f.suggest(ctx, cmd.ErrOrStderr(), plugin, &o); {
+	case errors.Is(err, errTimeout):
+		return fail(fmt.Errorf("--timeout of %v is over: no case ran", f.timeout))
+	case err != nil && ctx.Err() != nil:
+		return fail(errors.New("interrupted: no case ran"))
+	case err != nil:
 		return fail(err)
 	}
 	w := cmd.OutOrStdout()
@@ -250,7 +282,7 @@ func (f *conformFlags) check(cmd *cobra.Command, name string, plugin conformance
 }
 
 // errInconclusive ends a run in which nothing failed and the machine kept cases from a verdict.
-var errInconclusive = errors.New("cases stayed inconclusive: run them again on a machine that does less")
+var errInconclusive = fmt.Errorf("cases stayed %w", conformance.ErrInconclusive)
 
 // writeCase writes what can be written of a case as it ends.
 func (f *conformFlags) writeCase(w io.Writer, r conformance.Result) error {

@@ -15,11 +15,14 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 	"github.com/kvport/kvport/sdk"
 )
 
@@ -109,7 +112,7 @@ func TestConformAuto(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "log")
 	out, errs, code := conform(t, "--profile", "auto", "--case", "round-trip,unknown-field", "--log", file)
 	require.Zero(t, code, out)
-	require.Equal(t, "--profile auto is store,lifecycle,multirank,fault\n", errs)
+	require.Equal(t, "profiles: store,lifecycle,multirank,fault\n", errs)
 	log, err := os.ReadFile(file)
 	require.NoError(t, err)
 	require.Contains(t, string(log), "case=round-trip")
@@ -119,6 +122,33 @@ func TestConformAuto(t *testing.T) {
 		require.NotZero(t, code, out)
 		require.Contains(t, errs, args[0])
 	}
+}
+
+// A config whose words cannot be replaced, or whose server is away, is no fault of the plugin: no case runs. A machine without a Redis
+// server fails just the cases that need one.
+func TestConformServers(t *testing.T) {
+	t.Parallel()
+	away, err := machine.FreePort(t.Context())
+	require.NoError(t, err)
+	for word, want := range map[string]string{
+		"@PROXY:localhost@":              "want @PROXY:HOST:PORT@",
+		"@PROXY:127.0.0.1:" + away + "@": "no server is there",
+	} {
+		out, errs, code := conform(t, "--config", `{"dir":"`+word+`"}`)
+		require.Equal(t, exitUsage, code, out)
+		require.Empty(t, out)
+		require.Contains(t, errs, "--config: "+word+": ")
+		require.Contains(t, errs, want)
+	}
+	plugin, err := exec.LookPath("kvport-demo")
+	require.NoError(t, err)
+	cmd := exec.CommandContext(t.Context(), "kvport", "conform", "--config", `{"dir":"@TMP@/@SERVER@"}`, "--format", "junit", "--case", "round-trip", plugin)
+	cmd.Env = append(os.Environ(), redistest.ProgramVariable+"=/no/such/server")
+	out, err := cmd.Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(out), "server for the config: ")
 }
 
 // TestConformList: the cases are listed without a plugin, and one of them can be run alone.
@@ -229,6 +259,32 @@ func TestConformStreams(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What ends the trial of --profile auto is not the plugin's fault, and is said.
+func TestConformAutoEnds(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cmd := sickly(t, "hangs", "--profile", "auto", "--config", fmt.Sprintf(`{"dir":%q,"load":"hangs"}`, dir))
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	require.NoError(t, cmd.Start())
+	require.Eventually(t, func() bool { // the trial has saved its blocks
+		files, err := os.ReadDir(dir)
+		return err == nil && len(files) > 0
+	}, time.Minute, 5*time.Millisecond)
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+	var exit *exec.ExitError
+	require.ErrorAs(t, cmd.Wait(), &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, errs.String(), "interrupted: no case ran\n")
+	require.NotContains(t, errs.String(), "trial")
+
+	out, err := sickly(t, "hangs", "--profile", "auto", "--timeout", "3s").Output()
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitFailure, exit.ExitCode())
+	require.Contains(t, string(exit.Stderr), "--timeout of 3s is over: no case ran")
+	require.Empty(t, out)
 }
 
 // --timeout ends a run, with its results; --fail-fast ends it at the first failure.

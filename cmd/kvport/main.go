@@ -23,6 +23,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/verify/bench"
@@ -69,10 +70,15 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if !errors.Is(err, errSilent) {
 		fmt.Fprintln(stderr, "kvport: "+brief(err.Error()))
 	}
+	return codeOf(err)
+}
+
+// codeOf is the exit code of a command which ended with an error.
+func codeOf(err error) int {
 	if errors.Is(err, errCutOff) || errors.Is(err, errGivenUp) {
 		return exitCutOff
 	}
-	if errors.Is(err, errInconclusive) {
+	if errors.Is(err, conformance.ErrInconclusive) {
 		return exitInconclusive
 	}
 	if _, is := errors.AsType[*failure](err); is && !errors.Is(err, host.ErrConfig) {

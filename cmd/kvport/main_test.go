@@ -2,6 +2,8 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"os"
 	"syscall"
 	"testing"
@@ -9,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
 )
 
 // A signal that comes twice at once, as timeout(1) sends it, is one signal.
@@ -36,4 +40,13 @@ func TestNoSignal(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	require.Nil(t, secondSignal(ctx, cancel, nil))
+}
+
+// A conform without a verdict has a code of its own, whether the trial of --profile auto had none or a case.
+func TestExitCodes(t *testing.T) {
+	for _, err := range []error{errInconclusive, fail(fmt.Errorf("the trial: %w", conformance.ErrInconclusive))} {
+		require.Equal(t, exitInconclusive, codeOf(err))
+	}
+	require.Equal(t, exitFailure, codeOf(fail(errors.New("it failed"))))
+	require.Equal(t, exitUsage, codeOf(errors.New("a wrong flag")))
 }

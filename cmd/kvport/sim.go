@@ -33,7 +33,7 @@ func newSim() *cobra.Command {
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
-	cmd.AddCommand(newSimFleet())
+	cmd.AddCommand(newSimFleet(), newSimServe())
 	flags := cmd.Flags()
 	flags.Uint64Var(&f.seed, "seed", 0, "first seed")
 	flags.IntVar(&f.seeds, "seeds", 2000, "how many seeds")

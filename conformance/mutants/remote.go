@@ -21,6 +21,7 @@ import (
 type RemoteConfig struct {
 	URL          string `json:"url" jsonschema:"description=redis://HOST:PORT"`
 	PasswordFile string `json:"password_file" jsonschema:"description=File with the password."`
+	OneUse       bool   `json:"one_use,omitempty" jsonschema:"description=Each command has a connection of its own."`
 	Fault        string `json:"fault,omitempty" jsonschema:"description=What is wrong with it; empty: nothing."`
 }
 
@@ -36,7 +37,7 @@ func openRemote(ctx context.Context, env connector.Env, c RemoteConfig) (connect
 	if err != nil {
 		return nil, fmt.Errorf("password_file: %w: %w", err, connector.ErrIncompatible)
 	}
-	s := &remote{password: string(password), log: env.Log, prefix: "mutant:", options: redis.Options{
+	s := &remote{password: string(password), oneUse: c.OneUse, log: env.Log, prefix: "mutant:", options: redis.Options{
 		Addr: strings.TrimPrefix(c.URL, "redis://"), Password: string(password), Protocol: 2, DisableIdentity: true,
 		ContextTimeoutEnabled: true, MaxRetries: -1, ReadTimeout: time.Second, WriteTimeout: time.Second, DialTimeout: time.Second,
 		DialerRetries: 1,
@@ -59,6 +60,7 @@ func openRemote(ctx context.Context, env connector.Env, c RemoteConfig) (connect
 // remote is a Store whose parts faults replace.
 type remote struct {
 	client   *redis.Client
+	oneUse   bool
 	options  redis.Options
 	password string
 	prefix   string
@@ -108,17 +110,38 @@ func twice[V any](ctx context.Context, read func(context.Context) (V, error)) (V
 	return v, err
 }
 
+// connection is what a command is sent with. The caller calls done afterwards.
+func (s *remote) connection() (c *redis.Client, done func()) {
+	if !s.oneUse {
+		return s.client, func() {}
+	}
+	c = redis.NewClient(&s.options)
+	return c, func() { _ = c.Close() }
+}
+
 func (s *remote) get(ctx context.Context, key string) ([]byte, error) {
-	return twice(ctx, func(ctx context.Context) ([]byte, error) { return s.client.Get(ctx, key).Bytes() })
+	return twice(ctx, func(ctx context.Context) ([]byte, error) {
+		c, done := s.connection()
+		defer done()
+		return c.Get(ctx, key).Bytes()
+	})
 }
 
 func (s *remote) set(ctx context.Context, key string, value []byte) error {
-	_, err := apart(ctx, func(ctx context.Context) (string, error) { return s.client.Set(ctx, key, value, 0).Result() })
+	_, err := apart(ctx, func(ctx context.Context) (string, error) {
+		c, done := s.connection()
+		defer done()
+		return c.Set(ctx, key, value, 0).Result()
+	})
 	return err
 }
 
 func (s *remote) exists(ctx context.Context, key string) (bool, error) {
-	n, err := twice(ctx, func(ctx context.Context) (int64, error) { return s.client.Exists(ctx, key).Result() })
+	n, err := twice(ctx, func(ctx context.Context) (int64, error) {
+		c, done := s.connection()
+		defer done()
+		return c.Exists(ctx, key).Result()
+	})
 	return n == 1, err
 }
 

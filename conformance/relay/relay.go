@@ -60,6 +60,8 @@ type Counts struct {
 	Corrupted   int   // bytes that were changed
 	Overtaken   int   // connections whose first byte arrived after that of a younger one
 	Passed      int64 // bytes, both ways
+	Answered    int64 // the most bytes that came from the server through one connection since the last CutAfter
+	Sent        int64 // the most bytes that one connection has sent to the server since the last CutSentAfter
 }
 
 // Faults is how often anything was hurt, slow pieces apart.
@@ -187,6 +189,15 @@ func (r *Relay) cutAfter(direction int, n int64) {
 	for p := range r.pairs {
 		p.passed[direction] = 0
 	}
+	*r.count.most(direction) = 0
+}
+
+// most is the count of the most bytes of one connection in a direction.
+func (c *Counts) most(direction int) *int64 {
+	if direction == sent {
+		return &c.Sent
+	}
+	return &c.Answered
 }
 
 // Count is what it has done so far.
@@ -319,6 +330,8 @@ func (r *Relay) hurt(p *pair, c *chunk, direction int, more bool) (due time.Time
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	p.passed[direction] += int64(len(c.data))
+	most := r.count.most(direction)
+	*most = max(*most, p.passed[direction])
 	if limit := r.faults.cutAt[direction]; limit > 0 && p.passed[direction] > limit {
 		c.data = c.data[:max(0, len(c.data)-int(p.passed[direction]-limit))]
 		r.count.Cuts++

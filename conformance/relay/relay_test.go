@@ -80,7 +80,26 @@ func TestPasses(t *testing.T) {
 	_, err := io.ReadFull(c, back)
 	require.NoError(t, err)
 	require.True(t, bytes.Equal(data, back))
-	require.Equal(t, Counts{Connections: 1, Passed: 2 * int64(len(data))}, r.Count())
+	n := int64(len(data))
+	require.Equal(t, Counts{Connections: 1, Passed: 2 * n, Answered: n, Sent: n}, r.Count())
+}
+
+// The most that one connection passes is counted from the last CutAfter, and for each direction.
+func TestMost(t *testing.T) {
+	r := between(t, 1)
+	c, other := dial(t, r), dial(t, r)
+	for n, conn := range map[int]net.Conn{70: c, 90: other} {
+		_, err := say(conn, make([]byte, n))
+		require.NoError(t, err)
+	}
+	require.EqualValues(t, 90, r.Count().Answered)
+	r.CutAfter(0)
+	_, err := say(c, make([]byte, 20))
+	require.NoError(t, err)
+	require.EqualValues(t, 20, r.Count().Answered)
+	require.EqualValues(t, 90, r.Count().Sent)
+	r.CutSentAfter(0)
+	require.Zero(t, r.Count().Sent)
 }
 
 func TestDrip(t *testing.T) {

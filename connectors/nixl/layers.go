@@ -79,9 +79,6 @@ func (l *layering) change() {
 
 // SaveLayers implements connector.LayerWorker. The blocks stay where they are; who follows reads them there.
 func (w *worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
-	if err := w.rank.register(kv); err != nil {
-		return err
-	}
 	l := w.rank.node.layers
 	s := l.begin(w.rank.env.Rank, t, kv.Layout())
 	defer l.end(s)

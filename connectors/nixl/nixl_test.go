@@ -2,6 +2,7 @@ package nixl
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -51,6 +52,35 @@ func testLoad(t *testing.T, mode string) {
 			require.Equal(t, p.bytes(theirs), d.bytes(ours))
 			require.Equal(t, []connector.HoldID{hold.ID}, p.consumed())
 		}
+	})
+}
+
+// TestRegistersInTheBackground: loads, and the questions of consumers, wait until the caches of both ends are registered.
+func TestRegistersInTheBackground(t *testing.T) {
+	eachMode(t, func(t *testing.T, mode string) {
+		libDir(t)
+		rng := rand.New(rand.NewPCG(5, 6))
+		late := func(env *connector.Env) { env.Engine = unregistered }
+		p, d := open(t, connector.RoleProducer, Config{}, late), open(t, connector.RoleConsumer, Config{Mode: mode}, late)
+		theirs, hold := p.finish(rng, 1, 3)
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		require.ErrorIs(t, d.w.Load(ended, &connector.Transfer{Request: "r", Ticket: hold.Ticket}, d.kv), context.Canceled)
+		type loaded struct {
+			blocks []connector.Block
+			err    error
+		}
+		done := make(chan loaded, 1)
+		go func() {
+			ours, err := d.load(rng, 1, 3, hold.Ticket)
+			done <- loaded{ours, err}
+		}()
+		d.register()
+		p.register()
+		got := <-done
+		require.NoError(t, got.err)
+		require.Equal(t, p.bytes(theirs), d.bytes(got.blocks))
+		require.Equal(t, []connector.HoldID{hold.ID}, p.consumed())
 	})
 }
 

@@ -162,12 +162,16 @@ func (n *Node) Close() error {
 	return err
 }
 
-// rankOf is an open rank with registered memory. Errors wrap connector.ErrGone.
+// rankOf is an open rank, whose memory it waits to be registered. Errors wrap connector.ErrGone.
 func (n *Node) rankOf(i int) (*rank, error) {
 	n.mu.Lock()
-	defer n.mu.Unlock()
-	if r := n.ranks[i]; r != nil && r.cache() != nil {
-		return r, nil
+	r := n.ranks[i]
+	n.mu.Unlock()
+	if r == nil {
+		return nil, fmt.Errorf("rank %d is not open: %w", i, connector.ErrGone)
 	}
-	return nil, fmt.Errorf("rank %d has not computed anything yet: %w", i, connector.ErrGone)
+	if err := r.registered(n.heartbeats.ctx); err != nil {
+		return nil, fmt.Errorf("rank %d has no registered cache: %w (%w)", i, connector.ErrGone, err)
+	}
+	return r, nil
 }

@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -25,11 +26,13 @@ type rank struct {
 	stopped chan struct{}
 
 	known     atomic.Pointer[cache]
+	ready     chan struct{}               // closed once known is there, or will never be
+	failed    error                       // why it will never be; read after ready is closed
 	sources   atomic.Pointer[nixl.Region] // registered for what Reshape reads; nil: nothing yet
-	mu        sync.Mutex                  // held while memory is registered
+	mu        sync.Mutex                  // held while sources are registered
 	peers     *peers
 	producers producerCache  // producers
-	notices   sync.WaitGroup // what is said without waiting for an answer
+	tasks     sync.WaitGroup // registering, and what is said without waiting for an answer
 
 	view     sync.Mutex
 	now      *aliasMapping // that loads go to; nil: not made yet
@@ -50,7 +53,7 @@ func (n *Node) newRank(env connector.Env) (*rank, error) {
 	}
 	r := &rank{
 		node: n, env: env, agent: agent, awake: make(chan struct{}, 1),
-		stop: make(chan struct{}), stopped: make(chan struct{}), producers: producerCache{all: map[string]*producer{}},
+		stop: make(chan struct{}), stopped: make(chan struct{}), ready: make(chan struct{}), producers: producerCache{all: map[string]*producer{}},
 	}
 	r.peers = &peers{rank: r}
 	if err := r.startBackends(); err != nil {
@@ -104,19 +107,31 @@ func needs(backend string) string {
 	return "this machine may lack what " + backend + " needs"
 }
 
-// cache is the registered cache; nil before the first call that brings it.
+// cache is the registered cache; nil until it is registered.
 func (r *rank) cache() *cache { return r.known.Load() }
 
-// register makes the rank's cache known to NIXL, once.
+// start registers the cache in the background: a large one may take longer than a side has to open.
+func (r *rank) start(kv *connector.KV) {
+	r.tasks.Go(func() {
+		defer close(r.ready)
+		if r.failed = r.register(kv); r.failed != nil {
+			r.env.Log.Error("NIXL cannot register the cache: nothing is loaded or handed over", "error", r.failed)
+		}
+	})
+}
+
+// registered waits until the cache is registered.
+func (r *rank) registered(ctx context.Context) error {
+	select {
+	case <-r.ready:
+		return r.failed
+	case <-ctx.Done():
+		return fmt.Errorf("the cache is still being registered: %w", ctx.Err())
+	}
+}
+
+// register makes the rank's cache known to NIXL.
 func (r *rank) register(kv *connector.KV) error {
-	if r.cache() != nil {
-		return nil
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.cache() != nil {
-		return nil
-	}
 	l := kv.Layout()
 	c := &cache{segments: make([]segment, len(l.Segments))}
 	bounds := map[uint16][2]uint64{} // by region
@@ -237,7 +252,7 @@ func (r *rank) work(over <-chan struct{}, copies bool) {
 
 // close ends the rank: no load runs any more.
 func (r *rank) close() error {
-	r.notices.Wait()
+	r.tasks.Wait()
 	r.prefetch.stop()
 	close(r.stop)
 	<-r.stopped

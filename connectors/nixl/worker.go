@@ -19,10 +19,15 @@ type worker struct {
 	leave func() error
 }
 
-// Save implements connector.Worker. The blocks stay where they are; consumers read them there.
-func (w *worker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV) error {
-	return w.rank.register(kv)
+// RegisterKV implements connector.Registerer: consumers can read the rank's blocks from the first prompt on, even if it fills none and
+// nothing is saved.
+func (w *worker) RegisterKV(_ context.Context, kv *connector.KV) error {
+	w.rank.start(kv)
+	return nil
 }
+
+// Save implements connector.Worker. The blocks stay where they are; consumers read them there.
+func (w *worker) Save(context.Context, *connector.Transfer, *connector.KV) error { return nil }
 
 // Load implements connector.Worker: it reads the blocks of a ticket out of the producer's cache, or has the
 // producer write them.
@@ -31,7 +36,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 	if err != nil {
 		return err
 	}
-	if err := w.rank.register(kv); err != nil {
+	if err := w.rank.registered(ctx); err != nil {
 		return err
 	}
 	w.rank.prefetch.learn(from.Address)
@@ -149,9 +154,9 @@ func (w *worker) tell(at *pendingQuestion) {
 	q := *at.q
 	q.Done = true
 	r := w.rank
-	r.notices.Add(1)
+	r.tasks.Add(1)
 	time.AfterFunc(tellPause, func() {
-		defer r.notices.Done()
+		defer r.tasks.Done()
 		if _, err := r.node.pool.ask(r.node.heartbeats.ctx, at.ticket.Address, &q); err != nil {
 			r.env.Log.Debug("the producer does not know that its hold was fetched", "peer", at.ticket.Address, "error", err)
 		}

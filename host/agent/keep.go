@@ -144,9 +144,6 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 	}
 	transfer := *s.cfg.Transfer
 	transfer.Settings.Deadlines.Match = max(transfer.Settings.Deadlines.Match, patience)
-	if first.pages != nil { // questions have deadlines of their own
-		transfer.Settings.Deadlines.Match = pagePatience
-	}
 	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce, Landed: s.landed}
 	keys := newKeyring(connector.KeySpace{Model: eng.Model, Secret: secret}, first.hashes)
 	var reports chan host.BlockReport

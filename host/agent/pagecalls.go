@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// pagePatience is how long a question that nobody waits for any more may stay with the host.
+	// pagePatience is for how long the host still waits for an answer that nobody waits for any more.
 	pagePatience = time.Second
 	// A store that needs to be asked again is, after firstPause, doubled each time.
 	firstPause, longestPause = 2 * time.Millisecond, 50 * time.Millisecond
@@ -286,9 +286,12 @@ func (p *pageStore) probe(ctx context.Context, keys []connector.BlockKey) (conne
 	q := connector.Query{Tokens: len(keys)*p.Tokens + 1, Keys: slices.Clone(keys)}
 	o.keys.query(&q)
 	answer := make(chan connector.Match, 1)
+	asking, stop := context.WithCancel(context.WithoutCancel(ctx))
+	context.AfterFunc(ctx, func() { time.AfterFunc(pagePatience, stop) })
 	p.s.work.Go(func() {
 		defer func() { <-p.asking }()
-		answer <- o.host.Match(q, nil)
+		defer stop()
+		answer <- o.host.Probe(asking, q)
 	})
 	select {
 	case m := <-answer:

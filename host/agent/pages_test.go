@@ -337,6 +337,18 @@ func faulty(dir, fault string, at int) string {
 		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"save": "5m", "transfer": "5m"}}}`, dir, fault, at)
 }
 
+// A store that takes long over every question answers it all the same, within the question's deadline.
+func TestPagesSlowAnswer(t *testing.T) {
+	const takes = pagePatience + 200*time.Millisecond
+	p := attachPager(t, open(t, fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "match_ms": %d},
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"later": "1m"}}}`, t.TempDir(), takes.Milliseconds()), nil).socket, pagesAt())
+	hs := hashes("a", 10)
+	require.Equal(t, all(10, pageDone), p.put(hs, 0))
+	n, late := p.exists(hs)
+	require.Equal(t, 10, n)
+	require.False(t, late)
+}
+
 // Puts that hang have no memory of gets.
 func TestPagesPutsHang(t *testing.T) {
 	p := attachPager(t, open(t, faulty(t.TempDir(), "hang_save", 4), nil).socket, pagesAt())
@@ -371,6 +383,20 @@ func TestPagesPluginKilled(t *testing.T) {
 	p.done(id)
 	p.announced(2)
 	require.Equal(t, all(10, pageDone), p.get(hs, 0))
+}
+
+// A question that a plugin dies over is answered then, and not at its deadline.
+func TestPagesPluginKilledAmidQuestion(t *testing.T) {
+	p := attachPager(t, open(t, config(t.TempDir(), nil), nil).socket, pagesAt())
+	hs := hashes("a", 10)
+	require.Equal(t, all(10, pageDone), p.put(hs, 0))
+	pidfd := p.announced(1)
+	halt(t, pidfd)
+	p.post(&kvportv1.AgentCall{Call: &kvportv1.AgentCall_PagesExists{PagesExists: &kvportv1.AgentPagesExists{Keys: pack(hs), DeadlineMs: 60_000}}}, nil)
+	require.NoError(t, unix.PidfdSendSignal(int(pidfd.Fd()), unix.SIGKILL, nil, 0))
+	m := p.answer(p.id)
+	require.NotNil(t, m.GetPagesFound())
+	require.False(t, m.GetPagesFound().GetLate())
 }
 
 // What does not fit is refused with its reason.

@@ -133,8 +133,9 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
 
     def _told(self, state: Any) -> None:
         if self._client is not None and self._client.lost != self._agents_lost:
-            self._agents_lost = self._client.lost
             self.numbers.agent_lost()
+            self.numbers.add("kvport_sglang_agents_lost_total", self._client.lost - self._agents_lost)
+            self._agents_lost = self._client.lost
         self.numbers.take_state(state)
 
     # -- calls with addresses

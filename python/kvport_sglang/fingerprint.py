@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -24,6 +25,12 @@ _DECIDE = (
     "speculative_draft_model_path",
 )
 
+# Where an SGLang shows its arguments: since 0.5.23, and before.
+_SHOW_ARGS = (
+    ("sglang.srt.runtime_context", "get_server_args"),
+    ("sglang.srt.server_args", "get_global_server_args"),
+)
+
 
 def model(storage: Any, cache: ContentCache) -> bytes:
     """Hash all that decides what a page of given tokens holds."""
@@ -31,31 +38,35 @@ def model(storage: Any, cache: ContentCache) -> bytes:
     if not name:
         raise UnsupportedError("SGLang does not name the model: pages of two models would be the same")
     args = _server_args()
+    # The name is the one that the model is served under, which any two models may have in common.
+    path = getattr(args, "model_path", None)
     revision = getattr(args, "revision", None)
-    folder = local_folder(str(name), revision)
+    folder = local_folder(str(path or name), revision)
     content = content_of(folder, cache) if folder is not None else None
     if content is None:
-        log.warning("kvport: the weights of %s were not found: its name and revision stand for them", name)
-        content = digest(["name", str(name), str(revision)])
+        if not path:
+            raise UnsupportedError(f"neither the path nor the weights of {name} are known: pages of two models would be the same")
+        log.warning("kvport: the weights of %s were not found: its path, name and revision stand for them", path)
+        content = digest(["name", str(path), str(name), str(revision)])
     decide = [f"{field}={getattr(args, field, None)}" for field in _DECIDE]
     return digest(["kvport/sglang-model/1", content, *decide])
 
 
 def _server_args() -> Any:
     """Give the arguments of SGLang's server; None where this SGLang does not show them."""
-    try:
-        from sglang.srt.server_args import get_global_server_args  # type: ignore[import-not-found,unused-ignore]
-
-        return get_global_server_args()
-    except Exception:
-        log.warning("kvport: SGLang does not show its arguments: engines that differ in them only would share pages")
-        return None
+    for module, name in _SHOW_ARGS:
+        try:
+            return getattr(importlib.import_module(module), name)()
+        except Exception as err:
+            log.debug("kvport: %s.%s: %s", module, name, err)
+    log.warning("kvport: SGLang does not show its arguments: engines that differ in them only would share pages")
+    return None
 
 
 def rank(storage: Any) -> str:
     """Name this rank's part of a page. All ranks of a model with MLA have the same part."""
     whole = bool(getattr(storage, "is_mla_model", False))
-    kinds = ("pp", "attn_cp") if whole else ("tp", "pp", "attn_cp")
+    kinds = ("pp", "attn_cp", "dcp") if whole else ("tp", "pp", "attn_cp", "dcp")
     if getattr(storage, "should_split_heads", False):
         raise UnsupportedError("SGLang wants to split the heads of a page (tp_lcm_size): kvport keeps pages whole")
     return " ".join(f"{kind} {getattr(storage, f'{kind}_rank', 0)} of {getattr(storage, f'{kind}_size', 1)}" for kind in kinds)

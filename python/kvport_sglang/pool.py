@@ -102,14 +102,11 @@ def geometry(pool: Any, zero_copy: bool) -> Geometry:
     parts = [
         f"pool {type(pool).__name__}",
         f"layout {pool.layout}",
+        *([f"format {tag}"] if (tag := getattr(pool, "storage_format_tag", None)) else []),
         f"page {tokens} tokens",
         f"dtype {pool.dtype}",
         "addresses" if zero_copy else "tensors",
-        *(
-            f"{name} {getattr(pool, name)}"
-            for name in ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "start_layer", "end_layer")
-            if _plain(pool, name)
-        ),
+        *(f"{name} {getattr(pool, name)}" for name in _SIZES if _plain(pool, name)),
         f"parts {len(lengths)} of {sum(lengths)} bytes: {','.join(map(str, lengths[:8]))}",
     ]
     return Geometry(str(pool.layout), tokens, lengths, "; ".join(parts))

@@ -92,7 +92,8 @@ def content(key):
 class MHATokenToKVPoolHost:
     """The pool of a dense model. shm: it lies in a memfd, as SGLang makes it, that cannot be sealed."""
 
-    def __init__(self, layout="page_first", shm=True, dtype="torch.float32", page_size=TOKENS, pages=PAGES):
+    def __init__(self, layout="page_first", shm=True, dtype="torch.float32", page_size=TOKENS, pages=PAGES, storage_format_tag=None):
+        self.storage_format_tag = storage_format_tag
         self.layout, self.dtype, self.page_size = layout, dtype, page_size
         self.size = pages * TOKENS
         self.layer_num, self.head_num, self.head_dim, self.start_layer, self.end_layer = LAYERS, HEADS, DIM, 0, LAYERS

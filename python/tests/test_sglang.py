@@ -7,8 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import types
 
 import pytest
 import sglang_engine as rig
@@ -18,7 +20,7 @@ fakes.install()
 
 from kvport_agent.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvport_sglang import backend as backend_  # noqa: E402
-from kvport_sglang import config, early, stats  # noqa: E402
+from kvport_sglang import config, early, fingerprint, stats  # noqa: E402
 
 PAGES = list(range(20))
 
@@ -101,9 +103,11 @@ def test_pages_of_other_engines(engine):
         {"layout": "layer_first"},
         {"weights": b"other weights"},
         {"pool": fakes.MHATokenToKVPoolHost(dtype="torch.int32")},
+        {"pool": fakes.MHATokenToKVPoolHost(storage_format_tag="token-major")},
         {"storage": {"tp_size": 2}},
         {"storage": {"tp_size": 2, "tp_rank": 1}},
         {"storage": {"pp_size": 2, "pp_rank": 1}},
+        {"storage": {"is_mla_model": True, "dcp_size": 2, "dcp_rank": 1}},
     ]
     for more in others:
         e = engine(**more)
@@ -112,6 +116,59 @@ def test_pages_of_other_engines(engine):
         assert all(e.set(names, PAGES[:6])) and all(e.get(names, PAGES[6:12])), more
     assert all(engine(storage={"dp_rank": 1, "dp_size": 2}).get(names, PAGES[:6])), "replicas share"
     assert all(mine.get(names, PAGES[:6]))
+
+
+@pytest.fixture
+def server_args(monkeypatch):
+    """Show arguments of SGLang's server at one place, as one of its versions does."""
+
+    def show(module=fingerprint._SHOW_ARGS[0][0], name=fingerprint._SHOW_ARGS[0][1], **fields):
+        args = types.SimpleNamespace(**fields)
+
+        def retired():
+            raise RuntimeError("retired")
+
+        for other, function in fingerprint._SHOW_ARGS:
+            monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
+        return args
+
+    return show
+
+
+@pytest.mark.parametrize(("module", "name"), fingerprint._SHOW_ARGS)
+def test_arguments_that_decide(engine, here, server_args, module, name):
+    args = server_args(module, name, model_path=str(rig.model(here)), kv_cache_dtype="auto")
+    names = rig.keys(0, 5)
+    assert all(engine().set(names, PAGES[:6]))
+    assert engine(storage={"model_name": f"{args.model_path}-a-format-of-the-pool"}).exists(names) == 6, "the weights are found"
+    args.kv_cache_dtype = "fp8_e5m2"
+    assert engine().exists(names) == 0
+
+
+@pytest.mark.parametrize("alias", ["prod", "a path"])
+def test_two_models_served_under_one_name(engine, here, server_args, alias):
+    """The name that SGLang gives is the served one: it says nothing about the weights, even if it is a path."""
+    served = {"model_name": str(rig.model(here, b"something else")) if alias == "a path" else alias}
+    names = rig.keys(0, 5)
+    args = server_args(model_path=str(rig.model(here, b"one")))
+    assert all(engine(storage=served).set(names, PAGES[:6]))
+    assert engine(storage={"model_name": "another alias"}).exists(names) == 6, "the same weights under another name"
+    args.model_path = str(rig.model(here, b"two"))
+    assert engine(storage=served).exists(names) == 0
+
+
+def test_weights_that_are_not_here(engine, here, server_args):
+    """Path and name stand for weights that are elsewhere; where there is no path, nothing can."""
+    names, served = rig.keys(0, 5), {"model_name": "prod"}
+    args = server_args(model_path="s3://models/one")
+    assert all(engine(storage=served).set(names, PAGES[:6]))
+    assert engine(storage=served).exists(names) == 6
+    args.model_path = "s3://models/two"
+    assert engine(storage=served).exists(names) == 0
+    args.model_path = None
+    with pytest.raises(UnsupportedError, match="prod are known"):
+        engine(storage=served)
 
 
 def test_a_hundred_damaged_pages(engine, here):
@@ -206,6 +263,7 @@ def test_agent_killed(engine):
     until(lambda: e.exists(names) == 10)
     assert all(e.get(names, PAGES[:10]))
     assert e.backend._client.lost == 1 and e.agent()[0] != agent
+    assert e.counts("kvport_sglang_agents_lost_total", 1) == 1
     for pid in plugins:
         assert not pathlib.Path(f"/proc/{pid}/exe").exists(), "a plugin of the dead agent lives"
 

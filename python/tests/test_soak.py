@@ -81,3 +81,18 @@ def test_a_sample_without_a_result_is_an_error(soak, monkeypatch, ended, status)
     monkeypatch.setattr(soak, "run", lambda test, limit, log: (next(answers), []))
     assert soak.sampled("rev", 120) == status
     assert len(compiled) == soak.SAMPLED
+
+
+def test_rows_have_no_folders_of_this_machine(soak):
+    temporary = pathlib.Path(soak.tempfile.gettempdir()) / "TestSkew1" / "017" / "kvport-store"
+    logged = ["", f"plugin {temporary}: a version | too old", f"in {soak.ROOT / 'bin' / 'kvport'}"]
+    assert soak.told(logged) == "plugin kvport-store: a version \\| too old; in kvport"
+    assert soak.told([f'/x{temporary} and ["{temporary}","{temporary}"]']) == f'/x{temporary} and ["kvport-store","kvport-store"]'
+    assert soak.told([""]) == "passed"
+
+
+def test_packages_whose_tests_count_by_the_rig_are_soaked(soak):
+    tests = [path for path in soak.ROOT.rglob("*_test.go") if ".deps" not in path.parts]
+    users = {"./" + str(path.parent.relative_to(soak.ROOT)) for path in tests if '/verify/acceptance/rig"' in path.read_text()}
+    assert "./plugins/lmcache" in users
+    assert users <= set(soak.soaked())

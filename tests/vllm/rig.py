@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 
@@ -84,9 +85,13 @@ class Engine:
             self.process = subprocess.Popen([sys.executable, str(HERE / "engine.py"), json.dumps(config)], stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log, text=True, env=environment(env), cwd=rig.folder)
         rig.processes.append(self)
+        self.listen()
+        self.ready = self.answer("ready", 600)
+
+    def listen(self):
+        """Begin to take what the engine tells."""
         self.results, self.answers, self.arrived = {}, queue.Queue(), threading.Condition()
         threading.Thread(target=self.read, daemon=True).start()
-        self.ready = self.answer("ready", 600)
 
     def read(self):
         """Sort what the engine tells into results and answers."""
@@ -344,7 +349,7 @@ class Rig:
         for i, (w, g) in enumerate(zip(want, got)):
             if list(w.ids) != list(g.ids):
                 at = next((k for k, (a, b) in enumerate(zip(w.ids, g.ids)) if a != b), min(len(w.ids), len(g.ids)))
-                raise Failed(f"{what}: answer {i} differs from vLLM's own at token {at} of {len(w.ids)} (finish {g.finish}): {g.ids} != {w.ids}")
+                raise Failed(f"{what}: answer {i} is not what it must be, from token {at} of {len(w.ids)} on (finish {g.finish}): {g.ids} != {w.ids}")
             self.count("tokens equal", len(w.ids))
 
     def until(self, condition, what, timeout=30):
@@ -370,3 +375,26 @@ def kvport(connector, extra, role="kv_both", policy="recompute", **more):
         extra = {"connectors": [{**child, "kv_role": role} for child in extra["connectors"]]}
     return {"kv_connector": "KvportConnector", "kv_connector_module_path": "kvport_vllm", "kv_role": role, "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"kv_connector": connector, "kv_connector_extra_config": extra, **more}}
+
+
+def run_line(rig, name, promise, check, keep):
+    """Run one line with a rig of its own, close it, and give the line's report."""
+    print(f"\n== {name}: {promise}", flush=True)
+    start, error = time.monotonic(), ""
+    try:
+        check(rig)
+    except Failed as err:
+        error = str(err)
+    except Exception:  # a broken test is a failed line
+        error = traceback.format_exc()
+    finally:
+        rig.close(keep or error)
+    seconds = round(time.monotonic() - start)
+    counts = ", ".join(f"{value} {what}" if isinstance(value, int) else f"{what} {value}" for what, value in rig.counts.items())
+    load = os.getloadavg()[1]  # of the last 5 minutes: what times are worth
+    print(f"== {name}: {'FAILED' if error else 'ok'} in {seconds} s at a load of {load:.1f}: {counts}", flush=True)
+    for note in rig.notes:
+        print(f"   {note}")
+    if error:
+        print(f"   {error}\n   logs are in {rig.folder}", flush=True)
+    return {"line": name, "promise": promise, "ok": not error, "seconds": seconds, "load": load, "counts": rig.counts, "notes": rig.notes, "error": error}

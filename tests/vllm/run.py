@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 
 import connectors
 import equal
@@ -23,7 +22,7 @@ import faults
 import memory
 import pressure
 import timing
-from rig import ROOT, Engine, Failed, Result, Rig
+from rig import ROOT, Engine, Result, Rig, run_line
 
 LINES = {
     "connectors": (equal.connectors, "every connector: cold, warm, second turn and a later process give vLLM's own tokens"),
@@ -90,25 +89,7 @@ class Options:
 def run(options, name):
     """One line; its report."""
     check, promise = LINES[name]
-    print(f"\n== {name}: {promise}", flush=True)
-    rig, start, error = Rig(options, name), time.monotonic(), ""
-    try:
-        check(rig)
-    except Failed as err:
-        error = str(err)
-    except Exception:  # a broken test is a failed line
-        error = traceback.format_exc()
-    finally:
-        rig.close(options.keep or error)
-    seconds = round(time.monotonic() - start)
-    counts = ", ".join(f"{value} {what}" if isinstance(value, int) else f"{what} {value}" for what, value in rig.counts.items())
-    load = os.getloadavg()[1]  # of the last 5 minutes: what times are worth
-    print(f"== {name}: {'FAILED' if error else 'ok'} in {seconds} s at a load of {load:.1f}: {counts}", flush=True)
-    for note in rig.notes:
-        print(f"   {note}")
-    if error:
-        print(f"   {error}\n   logs are in {rig.folder}", flush=True)
-    return {"line": name, "promise": promise, "ok": not error, "seconds": seconds, "load": load, "counts": rig.counts, "notes": rig.notes, "error": error}
+    return run_line(Rig(options, name), name, promise, check, options.keep)
 
 
 def main():

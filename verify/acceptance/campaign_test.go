@@ -19,17 +19,17 @@ import (
 )
 
 // The campaigns run sim, whose tokens depend on every byte of the cache, and are fast. Their full
-// counts are for make soak; without it, or a flag, a run has a tenth of them and says so.
+// counts are for make soak; without it, or a flag, a run has a small part of them and says so.
 var (
-	flagSimKills   = flag.Int("simkills", 0, "plugin kills on sim; default 20, in soak 200")
+	flagSimKills   = flag.Int("simkills", 0, "plugin kills on sim; default 20, in soak 1000")
 	flagSimStops   = flag.Int("simstops", 0, "plugin stops on sim; default 2, in soak 20")
-	flagSimDamages = flag.Int("simdamages", 0, "damaged blocks on sim; default 200, in soak 2000")
-	flagTickets    = flag.Int("tickets", 0, "forged, stale and replayed tickets on sim; default 100, in soak 1000")
+	flagSimDamages = flag.Int("simdamages", 0, "damaged blocks on sim; default 200, in soak 10000")
+	flagTickets    = flag.Int("tickets", 0, "forged, stale and replayed tickets on sim; default 100, in soak 10000")
 )
 
 // TestSimKilled: plugins of both engines are killed and stopped while requests run.
 func TestSimKilled(t *testing.T) {
-	kills, stops := rig.Count(t, "simkills", *flagSimKills, 20, 200), rig.Count(t, "simstops", *flagSimStops, 2, 20)
+	kills, stops := rig.Count(t, "simkills", *flagSimKills, 20, 1000), rig.Count(t, "simstops", *flagSimStops, 2, 20)
 	for i, trust := range []string{"in-place", "staged"} {
 		share := func(n int) int { return (n + 1 - i) / 2 }
 		t.Run(trust, func(t *testing.T) { testSimKilled(rig.New(t), trust, share(kills), share(stops)) })
@@ -63,6 +63,9 @@ func testSimKilled(r *rig.Rig, trust string, kills, stops int) {
 		if hit {
 			met++
 		}
+		if i%50 == 49 { // it takes minutes
+			fmt.Fprintf(os.Stderr, "level %s: %d of %d faults, %d tokens compared\n", trust, i+1, len(faults), tokens)
+		}
 	}
 	r.Logf("level %s: %d kills and %d stops happened, %d of them while a transfer ran; %d tokens compared, 0 differ, 0 of %d requests lost",
 		trust, kills, stops, met, tokens, len(faults)*len(prompts))
@@ -81,7 +84,7 @@ func testSimKilled(r *rig.Rig, trust string, kills, stops int) {
 
 // TestSimDamaged: stored blocks are damaged; each is noticed, and no token is wrong.
 func TestSimDamaged(t *testing.T) {
-	n := rig.Count(t, "simdamages", *flagSimDamages, 200, 2000)
+	n := rig.Count(t, "simdamages", *flagSimDamages, 200, 10000)
 	r := rig.New(t)
 	prompts := rig.Texts(t, *rig.Seed+30000, 12, 500, 900)
 	for i := range prompts { // a byte is a token: no prompt ends with a full block
@@ -118,9 +121,9 @@ func TestSimDamaged(t *testing.T) {
 			require.NoError(t, os.WriteFile(files[i], damaged, 0o600))
 		}
 		d := readers[round%len(readers)]
-		was := r.Metrics(d).Sum("kvport_integrity_failures_total")
+		was := noticed(r, d)
 		tokens += rig.Compare(t, fmt.Sprintf("damaged blocks %d-%d", done+1, done+batch), want, r.All(d.URL, prompts, 4))
-		now := r.Metrics(d).Sum("kvport_integrity_failures_total") - was
+		now := noticed(r, d) - was
 		require.Equal(t, float64(batch), now, "every damaged block that was read is counted once")
 		counted += now
 		done += batch
@@ -132,6 +135,16 @@ func TestSimDamaged(t *testing.T) {
 		r.Idle(d)
 	}
 	t.Logf("%d damages of %d kinds, half at each trust level, %v noticed, %d tokens compared, 0 differ: %v", n, len(kinds), counted, tokens, kinds)
+}
+
+// noticed is how many blocks an engine has found damaged. One in the head of whose digests a bit is changed may seem to be of another key, or
+// of another version.
+func noticed(r *rig.Rig, d *cluster.Process) (blocks float64) {
+	r.Helper()
+	for _, n := range r.Unread(d) {
+		blocks += n
+	}
+	return blocks
 }
 
 // damageSmall damages a block that may be smaller than a page.
@@ -150,7 +163,7 @@ func damageSmall(t *testing.T, rng *rand.Rand, whole, other []byte, kinds map[st
 // TestSimTickets: tickets that are forged, of an earlier life of the producer, of another key, or
 // used before are refused and counted; the answer is right all the same.
 func TestSimTickets(t *testing.T) {
-	n := rig.Count(t, "tickets", *flagTickets, 100, 1000)
+	n := rig.Count(t, "tickets", *flagTickets, 100, 10000)
 	r := rig.New(t)
 	prompts := rig.Texts(t, *rig.Seed+40000, 8, 200, 600)
 	node := r.ServeModel("sim", "single", "")

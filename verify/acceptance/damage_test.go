@@ -64,7 +64,7 @@ func TestDamagedBlocks(t *testing.T) {
 
 	d := r.Serve("decode", r.Config("kv_consumer", "", ""), "--enable-prefix-caching=false")
 	rng := rand.New(rand.NewPCG(*rig.Seed, 1))
-	counted := func() float64 { return r.Metrics(d).Sum("kvport_integrity_failures_total") }
+	counted := func() float64 { return noticed(r, d) }
 	require.Zero(t, counted())
 	seen, tokens, kinds := 0.0, 0, map[string]int{}
 	for n := 0; n < all; {
@@ -83,7 +83,7 @@ func TestDamagedBlocks(t *testing.T) {
 			f()
 		}
 	}
-	t.Logf("%d damages of %d kinds, %v integrity failures counted, %d tokens compared, 0 differ: %v", all, len(kinds), seen, tokens, kinds)
+	t.Logf("%d damages of %d kinds, %v noticed, %d tokens compared, 0 differ: %v", all, len(kinds), seen, tokens, kinds)
 	rig.Same(t, "restored", want, r.All(d.URL, prompts, 4))
 	require.Equal(t, seen, counted(), "blocks that are whole again are not counted")
 }

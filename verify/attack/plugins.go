@@ -237,7 +237,7 @@ func (s *scene) traps(ctx context.Context) error {
 		return err
 	}
 	s.sinks = []net.PacketConn{udp, messages}
-	for _, name := range []string{s.socket, "@" + filepath.Base(filepath.Dir(s.socket))} {
+	for _, name := range []string{s.socket, "@" + s.socket} {
 		l, err := lc.Listen(ctx, "unix", name)
 		if err != nil {
 			return err

@@ -7,12 +7,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/native/ucx"
@@ -22,6 +24,7 @@ import (
 var pluginFolder, remoteFolder string
 
 func TestMain(m *testing.M) {
+	host.SandboxMain()
 	ServePlugin()
 	dir, err := os.MkdirTemp("", "benchtest")
 	if err != nil {
@@ -196,6 +199,10 @@ func TestEngine(t *testing.T) {
 		"digests of a hit, share of first token", "digests of a hit, XXH3-128, share of first token", "added to a step without transfers",
 		"first token of a hit, 64 tokens, keyed : XXH3-128", "first token of a hit, 64 tokens, keyed : XXH3-128, 95 % to", "step with saves, keyed : XXH3-128",
 		"step with saves, keyed : XXH3-128, 95 % from")
+	if !slices.ContainsFunc(*rows, func(r Row) bool { return strings.Contains(r.Name, "there is no sandbox") }) {
+		requireRows(t, *rows, "first token of a hit, 64 tokens, sandbox : without", "first token of a hit, 64 tokens, sandbox : without, 95 % from",
+			"8 requests, 4 at a time, sandbox : without", "8 requests, 4 at a time, sandbox : without, 95 % to")
+	}
 	text := new(bytes.Buffer)
 	for _, r := range *rows {
 		require.NoError(t, Text(text)(r))

@@ -48,7 +48,7 @@ func Engine(ctx context.Context, o EngineOptions) error {
 	if b.Quick {
 		b.prompt = 64
 	}
-	for _, step := range []func(context.Context) error{b.peak, b.sets, b.decodes, b.peers, b.hit, b.keyed, b.step} {
+	for _, step := range []func(context.Context) error{b.peak, b.sets, b.decodes, b.peers, b.hit, b.keyed, b.sandboxed, b.step} {
 		if err := step(ctx); err != nil {
 			return err
 		}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -27,18 +28,18 @@ func middle(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// runner asks an engine for tokens, one request after the other.
+// runner asks an engine for tokens.
 type runner struct {
 	*engine.Engine
-	serial int
+	serial atomic.Int64
 }
 
 // generate returns how long the first token took and how long the others.
 func (r *runner) generate(ctx context.Context, prompt []int32, tokens int) (first, rest time.Duration, external int, err error) {
-	r.serial++
+	id := connector.RequestID(strconv.FormatInt(r.serial.Add(1), 10))
 	begin := time.Now()
 	out, err := r.Submit(ctx, engine.Request{
-		ID: connector.RequestID(strconv.Itoa(r.serial)), Prompt: slices.Clone(prompt), MaxTokens: tokens, IgnoreEOS: true,
+		ID: id, Prompt: slices.Clone(prompt), MaxTokens: tokens, IgnoreEOS: true,
 	})
 	if err != nil {
 		return 0, 0, 0, err
@@ -60,6 +61,9 @@ type stored struct {
 	role   string // empty: there is none
 	dir    string
 	digest host.Digest // empty: the default
+	// Empty: the defaults.
+	trust   host.Trust
+	sandbox host.SandboxMode
 }
 
 // newRunner starts an engine.
@@ -87,7 +91,9 @@ func (b *bench) newRunner(ctx context.Context, m model.Model, with stored) (*run
 		if config.Connector, err = host.ParseConfig(string(arg)); err != nil {
 			return nil, err
 		}
-		config.Connector.Settings.Digest = cmp.Or(with.digest, config.Connector.Settings.Digest)
+		set := &config.Connector.Settings
+		set.Digest, set.Trust, set.Sandbox = cmp.Or(with.digest, set.Digest), cmp.Or(with.trust, set.Trust), cmp.Or(with.sandbox, set.Sandbox)
+		config.Connector.SandboxedBy(host.Self)
 	}
 	e, err := engine.New(ctx, config)
 	if err != nil {
@@ -133,10 +139,7 @@ func (b *bench) hit(ctx context.Context) (err error) {
 	}
 	var hits, misses took
 	took, err := b.turns().measure(ctx, check, unkeyed, func(int) error {
-		first, _, external, err := r.generate(ctx, prompt, 1)
-		if err == nil && external != b.prompt {
-			err = fmt.Errorf("%d tokens of %d came from storage", external, b.prompt)
-		}
+		first, err := b.firstToken(ctx, r, prompt)
 		hits = append(hits, first)
 		return err
 	}, func(int) error {
@@ -163,6 +166,15 @@ func (b *bench) hit(ctx context.Context) (err error) {
 		}
 	}
 	return nil
+}
+
+// firstToken is the time to the first token of a prompt all of whose blocks must come from storage.
+func (b *bench) firstToken(ctx context.Context, r *runner, prompt []int32) (time.Duration, error) {
+	first, _, external, err := r.generate(ctx, prompt, 1)
+	if err == nil && external != b.prompt {
+		err = fmt.Errorf("%d tokens of %d came from storage", external, b.prompt)
+	}
+	return first, err
 }
 
 // store computes a prompt once, which saves it, and waits until it can be loaded.

@@ -27,6 +27,15 @@ func Children(pid int) []int {
 	return out
 }
 
+// Descendants lists the pids of the live children of pid, and of theirs.
+func Descendants(pid int) []int {
+	out := Children(pid)
+	for _, child := range out {
+		out = append(out, Descendants(child)...)
+	}
+	return out
+}
+
 // Plugins lists the pids of the plugin processes of an engine.
 func Plugins(engine int) []int {
 	var out []int
@@ -111,4 +120,36 @@ func unixSockets(pid int) map[string]bool {
 		}
 	}
 	return out
+}
+
+// Weight is what a process costs at a moment.
+type Weight struct {
+	Memory      int64 // resident bytes that it has for itself: neither shared memory nor pages of files
+	Descriptors int
+	Threads     int
+}
+
+// Weigh measures a process. A process that has ended is an error.
+func Weigh(pid int) (w Weight, err error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return w, err
+	}
+	for line := range strings.Lines(string(data)) {
+		name, value, _ := strings.Cut(line, ":")
+		number, _, _ := strings.Cut(strings.TrimSpace(value), " ")
+		switch name {
+		case "RssAnon":
+			w.Memory, err = strconv.ParseInt(number, 10, 64)
+			w.Memory *= 1024
+		case "Threads":
+			w.Threads, err = strconv.Atoi(number)
+		}
+		if err != nil {
+			return w, err
+		}
+	}
+	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	w.Descriptors = len(fds)
+	return w, err
 }

@@ -186,6 +186,9 @@ func (r *replay) send(ctx context.Context, l *Line) error {
 		return nil
 	}
 	s := r.streams[l.Host]
+	if l.Ends && s == nil {
+		return fmt.Errorf("no stream is called %q", l.Host)
+	}
 	if l.Ends {
 		err := s.surplus(l.Host)
 		s.cancel()

@@ -20,6 +20,8 @@ func (h *host) noteForeign(m *move) {
 		return
 	case m.Kind != tracker.Load || m.Source != nil || g == nil:
 		return
+	case h.due[g.obligation] != g: // the transfer was lost before this call of it came back, so nobody looks at what it brings
+		return
 	}
 	g.damaged = g.damaged || isCorrupt(m.out.Err)
 	for _, b := range tracker.Arrived(m.Check, m.out.Err) {

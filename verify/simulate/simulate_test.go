@@ -49,6 +49,14 @@ func TestSeeds(t *testing.T) {
 	}
 }
 
+// TestSeedsThatFailed: seeds beyond those that TestSeeds plays without soak, each of which has failed once.
+func TestSeedsThatFailed(t *testing.T) {
+	for _, seed := range []uint64{5376, 5926, 6782} { // a load came back with blocks by another key when it had been given up
+		r := Run(seed, 1, steps, 1)
+		explain(t, &r)
+	}
+}
+
 // TestEqualSeedsEqualLogs: no map order, clock or address gets into a run.
 func TestEqualSeedsEqualLogs(t *testing.T) {
 	for seed := range uint64(60) {

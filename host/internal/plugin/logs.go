@@ -27,14 +27,21 @@ type pluginLog struct {
 	log  *slog.Logger
 	name string // of the binary, under which go-plugin passes the plugin's own lines
 
-	mu      sync.Mutex
+	mu     sync.Mutex
+	debug  bucket // of lines of level debug, so that who looks at these loses none of the others
+	others bucket
+}
+
+// bucket bounds lines: it has room for a burst, and refills.
+type bucket struct {
 	tokens  float64
 	filled  time.Time
 	dropped int
 }
 
 func newPluginLog(log *slog.Logger, name string) *pluginLog {
-	return &pluginLog{log: log, name: name, tokens: logBurst, filled: time.Now()}
+	full := bucket{tokens: logBurst, filled: time.Now()}
+	return &pluginLog{log: log, name: name, debug: full, others: full}
 }
 
 // hclog makes the logger that go-plugin requires.
@@ -79,12 +86,16 @@ func (p *pluginLog) write(level slog.Level, msg string, args []any) {
 	if !p.log.Enabled(context.Background(), level) {
 		return
 	}
-	dropped, ok := p.admit(time.Now())
+	dropped, ok := p.admit(level, time.Now())
 	if !ok {
 		return
 	}
 	if dropped > 0 {
-		p.log.Warn("plugin writes too much, lines dropped", "dropped", dropped)
+		kind := slog.LevelWarn
+		if level < slog.LevelInfo {
+			kind = level
+		}
+		p.log.Log(context.Background(), kind, "plugin writes too much, lines dropped", "dropped", dropped)
 	}
 	if len(msg) > logLine {
 		msg = msg[:logLine] + "..."
@@ -116,18 +127,26 @@ func distinct(args []any) []any {
 	return out
 }
 
-// admit is a token bucket. It reports how many lines were dropped before this one.
-func (p *pluginLog) admit(now time.Time) (dropped int, ok bool) {
+// admit reports whether a line may be written, and how many of its kind were dropped before it.
+func (p *pluginLog) admit(level slog.Level, now time.Time) (dropped int, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.tokens = min(logBurst, p.tokens+now.Sub(p.filled).Seconds()*logRate)
-	p.filled = now
-	if p.tokens < 1 {
-		p.dropped++
+	if level < slog.LevelInfo {
+		return p.debug.take(now)
+	}
+	return p.others.take(now)
+}
+
+// take takes a line's place. It reports how many lines found none since the last one that did.
+func (b *bucket) take(now time.Time) (dropped int, ok bool) {
+	b.tokens = min(logBurst, b.tokens+now.Sub(b.filled).Seconds()*logRate)
+	b.filled = now
+	if b.tokens < 1 {
+		b.dropped++
 		return 0, false
 	}
-	p.tokens--
-	dropped, p.dropped = p.dropped, 0
+	b.tokens--
+	dropped, b.dropped = b.dropped, 0
 	return dropped, true
 }
 

@@ -141,11 +141,7 @@ func memoryTries() map[string]func(*config) error {
 		"reads the engine's map of memory":     opens("maps", os.O_RDONLY),
 		"lists the engine's descriptors":       func(*config) error { _, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", parent)); return err },
 		"overwrites the cache by a descriptor": func(*config) error { return overwriteCache(parent) },
-		"traces the engine": func(*config) error {
-			runtime.LockOSThread()
-			_, _, errno := unix.Syscall6(unix.SYS_PTRACE, unix.PTRACE_SEIZE, uintptr(parent), 0, 0, 0, 0)
-			return orNil(errno)
-		},
+		"traces the engine":                    func(*config) error { return trace(parent) },
 		"takes a descriptor of the engine": func(*config) error {
 			pidfd, err := unix.PidfdOpen(parent, 0)
 			if err == nil {
@@ -154,6 +150,29 @@ func memoryTries() map[string]func(*config) error {
 			return err
 		},
 	}
+}
+
+// trace takes the engine's first thread as a debugger does, and lets it go again. A thread that is traced stops at its next
+// signal until its tracer tells it to go on, so an engine that is not let go may never end.
+func trace(engine int) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := unix.PtraceSeize(engine); err != nil {
+		return err
+	}
+	if err := unix.PtraceInterrupt(engine); err != nil {
+		return err
+	}
+	var status unix.WaitStatus
+	if _, err := unix.Wait4(engine, &status, unix.WALL, nil); err != nil {
+		return err
+	}
+	var signal uintptr // that stopped it: it is delivered now
+	if status>>16 != unix.PTRACE_EVENT_STOP {
+		signal = uintptr(status.StopSignal())
+	}
+	_, _, errno := unix.Syscall6(unix.SYS_PTRACE, unix.PTRACE_DETACH, uintptr(engine), 0, signal, 0, 0)
+	return orNil(errno)
 }
 
 // overwriteCache writes into the engine's paged cache by the engine's descriptor of it, or by its own mapping of it.
@@ -276,7 +295,7 @@ func unixTries() map[string]func(*config) error {
 	}
 	return map[string]func(*config) error{
 		"connects to another's socket":          connects(func(c *config) string { return c.Unix }),
-		"connects to another's abstract socket": connects(func(c *config) string { return "@" + filepath.Base(filepath.Dir(c.Unix)) }),
+		"connects to another's abstract socket": connects(func(c *config) string { return "@" + c.Unix }),
 		"sends to another's socket from a pair": func(c *config) error {
 			pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM, 0)
 			if err != nil {

@@ -25,6 +25,7 @@ const leastRatio, mostRatio = 0.03, 40.0
 // Plot draws the ratios of rows as bars from the limit, 1, on a logarithmic scale, each with its number and a
 // mark where its budget is. Rows without a ratio are left out. The result is SVG, the same for the same rows.
 func Plot(rows []bench.Row) []byte {
+	position := scale{leastRatio, mostRatio, labelWidth, plotWidth}.at
 	var body bytes.Buffer
 	n := 0
 	for _, r := range rows {
@@ -62,10 +63,4 @@ func Plot(rows []bench.Row) []byte {
 	fmt.Fprintf(&out, `<text x="%d" y="%d" fill="#555">ratio to the limit, logarithmic; black marks are budgets</text>`+"\n", labelWidth, height-10)
 	out.WriteString("</svg>\n")
 	return out.Bytes()
-}
-
-// position is where a ratio is on the horizontal axis.
-func position(ratio float64) float64 {
-	ratio = min(max(ratio, leastRatio), mostRatio)
-	return labelWidth + plotWidth*math.Log(ratio/leastRatio)/math.Log(mostRatio/leastRatio)
 }

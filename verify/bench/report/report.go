@@ -20,6 +20,12 @@ import (
 // Kinds are the benchmarks of a report: the arguments of kvport bench.
 func Kinds() []string { return []string{"engine", "transfer", "store"} }
 
+// Servings are the outputs of kvport bench serve and kvport sim serve, which have tables and plots of their own.
+func Servings() []string { return []string{"serve", "simulated"} }
+
+// measuredSteps is an output of kvport sim serve, too, which has a table and no plot.
+const measuredSteps = "simulated-measured-steps"
+
 // Files gives what the files of a docs folder should hold, by path below it: the page with its tables
 // written again, and a plot for each kind. They are made of benchmarks/KIND.jsonl, as kvport bench
 // --format json wrote it, and benchmarks/reasons.txt.
@@ -52,6 +58,17 @@ func Files(docs string) (map[string][]byte, error) {
 		return nil, err
 	}
 	files["benchmarks/layerwise.svg"] = Timeline(rows)
+	for _, kind := range append(Servings(), measuredSteps) {
+		if rows, err = readRows(filepath.Join(docs, "benchmarks", kind+".jsonl")); err != nil {
+			return nil, err
+		}
+		if page, err = replace(page, kind, ServingTable(rows)); err != nil {
+			return nil, err
+		}
+		if kind != measuredSteps {
+			files["benchmarks/"+kind+".svg"] = Intervals(rows)
+		}
+	}
 	files["benchmarks.md"] = page
 	return files, nil
 }

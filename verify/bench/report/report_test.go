@@ -1,12 +1,12 @@
 package report
 
 import (
-	"bytes"
-	"encoding/xml"
-	"errors"
-	"io"
+	"math"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -21,15 +21,58 @@ const docs = "../../../docs"
 func TestDocs(t *testing.T) {
 	files, err := Files(docs)
 	require.NoError(t, err)
-	require.Len(t, files, 2+len(Kinds())) // the page, and the time line
+	require.Len(t, files, 2+len(Kinds())+len(Servings())) // the page, and the time line
 	for name, want := range files {
 		got, err := os.ReadFile(filepath.Join(docs, name))
 		require.NoError(t, err)
 		require.Equal(t, string(want), string(got), "docs/%s is stale, run go generate ./verify/bench/report", name)
 	}
-	for _, kind := range Kinds() {
+	for _, kind := range append(Kinds(), Servings()...) {
 		require.Contains(t, string(files["benchmarks.md"]), "](benchmarks/"+kind+".svg)")
 	}
+}
+
+// TestSentences: times that sentences about serving give are numbers of the tables, rounded as far as the sentence has them. So that a measurement
+// does not leave behind what was true before it.
+func TestSentences(t *testing.T) {
+	var known []float64
+	for _, kind := range append(Servings(), measuredSteps) {
+		rows, err := readRows(filepath.Join(docs, "benchmarks", kind+".jsonl"))
+		require.NoError(t, err)
+		for _, n := range shown(numbers(rows), quantities()...) {
+			if n.row.Value != nil {
+				known = append(known, *n.row.Value)
+			}
+		}
+	}
+	page, err := os.ReadFile(filepath.Join(docs, "benchmarks.md"))
+	require.NoError(t, err)
+	_, serving, found := strings.Cut(string(page), "<!-- serve ends -->")
+	require.True(t, found)
+	serving, _, found = strings.Cut(serving, "\n## ")
+	require.True(t, found)
+	readme, err := os.ReadFile(filepath.Join(docs, "..", "README.md"))
+	require.NoError(t, err)
+	_, sentence, found := strings.Cut(string(readme), "In its only run,")
+	require.True(t, found)
+	sentence, _, _ = strings.Cut(sentence, "\n\n")
+
+	checked := 0
+	for line := range strings.Lines(serving + "\n- " + strings.ReplaceAll(sentence, "\n", " ")) {
+		if !strings.HasPrefix(line, "- **") && !strings.HasPrefix(line, "  ") && !strings.Contains(line, "52 requests of 4 seeds") {
+			continue
+		}
+		for _, match := range regexp.MustCompile(`([0-9][0-9,]*(?:\.[0-9]+)?) ms`).FindAllStringSubmatch(line, -1) {
+			text := strings.ReplaceAll(match[1], ",", "")
+			said, err := strconv.ParseFloat(text, 64)
+			require.NoError(t, err)
+			_, decimals, _ := strings.Cut(text, ".")
+			half := 0.5001 * math.Pow(10, -float64(len(decimals)))
+			require.True(t, slices.ContainsFunc(known, func(v float64) bool { return math.Abs(v-said) <= half }), "%q is not in the tables: %s", match[0], line)
+			checked++
+		}
+	}
+	require.Greater(t, checked, 30)
 }
 
 func rows() []bench.Row {
@@ -56,13 +99,7 @@ func TestPlot(t *testing.T) {
 	require.Equal(t, plot, Plot(rows()))
 	require.Contains(t, string(plot), "fast &lt;1&gt;")
 	require.NotContains(t, string(plot), "peer")
-	for d := xml.NewDecoder(bytes.NewReader(plot)); ; {
-		_, err := d.Token()
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		require.NoError(t, err)
-	}
+	valid(t, plot)
 }
 
 func TestFilesErrors(t *testing.T) {

@@ -1,7 +1,6 @@
 package serve
 
 import (
-	"cmp"
 	"maps"
 	"math"
 	"slices"
@@ -12,6 +11,17 @@ import (
 type SLO struct {
 	TTFT time.Duration
 	ITL  time.Duration // from the first token to the end, for each token after the first
+}
+
+// String names what a good request keeps to, such as "1s and 50ms".
+func (s SLO) String() string {
+	text := func(d time.Duration) string {
+		if d == 0 {
+			return "any"
+		}
+		return d.String()
+	}
+	return text(s.TTFT) + " and " + text(s.ITL)
 }
 
 // good reports that a request was answered as it should be, in time. A request that failed is never good.
@@ -26,24 +36,19 @@ func (s SLO) good(o *Outcome) bool {
 // failed is the time of what never came: it is longer than every other.
 var failed = math.Inf(1)
 
-// observation is one measured time in milliseconds, of a request with a number.
-type observation struct {
-	ms      float64
-	request int
-}
-
 // Metric is a time that is measured.
 type Metric string
 
 // The metrics. All begin at the time at which a request was to leave, apart from the gaps.
 const (
-	TTFT Metric = "TTFT" // to the first token
-	ITL  Metric = "ITL"  // from tokens to the next ones, each gap
-	E2E  Metric = "E2E"  // to the end of the answer
+	TTFT      Metric = "TTFT"                // to the first token
+	LaterTTFT Metric = "TTFT of later turns" // the same, of requests that go on from an answer
+	ITL       Metric = "ITL"                 // from tokens to the next ones, each gap
+	E2E       Metric = "E2E"                 // to the end of the answer
 )
 
 // Metrics lists all metrics.
-func Metrics() []Metric { return []Metric{TTFT, ITL, E2E} }
+func Metrics() []Metric { return []Metric{TTFT, LaterTTFT, ITL, E2E} }
 
 // Quantiles are those that are reported.
 func Quantiles() []float64 { return []float64{0.5, 0.9, 0.99} }
@@ -51,20 +56,22 @@ func Quantiles() []float64 { return []float64{0.5, 0.9, 0.99} }
 // Result is what was measured of one setup: a run for each seed.
 type Result struct {
 	Setup string
-	SLO   SLO
+	SLOs  []SLO
 	Runs  [][]Outcome
 	// Sources are the prompt tokens of all engines by where their KV came from, as the engines count them: local_compute, local_cache or external. With
 	// prefill and decode apart each prompt counts on both. nil: the engines are not ours.
 	Sources map[string]float64
 
-	first []int // of each run, the number of its first request among all
-	all   map[Metric][]observation
+	queues []queue
+	first  []int // of each run, the number of its first request among all
+	sorted map[Metric]*sorted
 }
 
-// Add takes the outcomes of the next seed.
+// Add takes the outcomes of the next seed. Those that are aside are not kept in Runs.
 func (r *Result) Add(run []Outcome) {
-	r.Runs = append(r.Runs, run)
-	r.all = nil
+	r.queues = append(r.queues, queueOf(run))
+	r.Runs = append(r.Runs, slices.DeleteFunc(slices.Clone(run), func(o Outcome) bool { return o.Aside }))
+	r.sorted = nil
 }
 
 // requests is how many there are, of all runs.
@@ -75,81 +82,42 @@ func (r *Result) requests() (n int) {
 	return n
 }
 
-func msOf(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
-
-// sort makes the observations of each metric, the shortest first. A request that failed has one that is infinite in each, beside what it had
-// until then.
-func (r *Result) sort() {
-	if r.all != nil {
-		return
-	}
-	r.all, r.first = map[Metric][]observation{}, nil
-	n := 0
+// later is how many of them are no first turns.
+func (r *Result) later() (n int) {
 	for _, run := range r.Runs {
-		r.first = append(r.first, n)
 		for i := range run {
-			r.observe(&run[i], n)
-			n++
+			if run[i].Later {
+				n++
+			}
 		}
 	}
-	for _, list := range r.all {
-		slices.SortStableFunc(list, func(a, b observation) int { return cmp.Compare(a.ms, b.ms) })
-	}
+	return n
 }
 
-func (r *Result) observe(o *Outcome, number int) {
-	add := func(m Metric, ms float64) { r.all[m] = append(r.all[m], observation{ms, number}) }
-	ttft, e2e := failed, failed
-	if o.Pieces > 0 {
-		ttft = msOf(o.First - o.At)
-	}
-	if o.Kind == "" {
-		e2e = msOf(o.End - o.At)
-	} else {
-		ttft = failed
-		add(ITL, failed)
-	}
-	add(TTFT, ttft)
-	add(E2E, e2e)
-	for _, gap := range o.Gaps {
-		add(ITL, msOf(gap))
-	}
-}
-
-// quantile of observations in order, each counted as often as weight says for its request: the smallest that has at least a share of q at
-// or below it. NaN if there is none.
-func quantile(sorted []observation, q float64, weight func(request int) int) float64 {
-	total := 0
-	for _, o := range sorted {
-		total += weight(o.request)
-	}
-	rank, seen := int(math.Ceil(q*float64(total))), 0
-	for _, o := range sorted {
-		if seen += weight(o.request); seen >= max(rank, 1) {
-			return o.ms
-		}
-	}
-	return math.NaN()
-}
-
-func once(int) int { return 1 }
+func msOf(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
 // Quantile of a metric in milliseconds: infinite if it is among the requests that failed, NaN if nothing was measured.
 func (r *Result) Quantile(m Metric, q float64) float64 {
-	r.sort()
-	return quantile(r.all[m], q, once)
+	return r.quantile(m, q, nil)
 }
 
-// Attainment is the share of all requests that were good.
-func (r *Result) Attainment() float64 { return r.attainment(once) }
+// Attainment is the share of all requests that were good by an SLO.
+func (r *Result) Attainment(slo SLO) float64 { return r.attainment(slo, nil) }
 
-func (r *Result) attainment(weight func(int) int) float64 {
+// attainment is that of what was drawn.
+func (r *Result) attainment(slo SLO, d *draw) float64 {
 	good, all, number := 0, 0, 0
-	for _, run := range r.Runs {
+	for n, run := range r.Runs {
 		for i := range run {
-			all += weight(number)
-			if r.SLO.good(&run[i]) {
-				good += weight(number)
+			times := 1
+			if d != nil && d.requests != nil {
+				times = d.requests[number]
+			} else if d != nil {
+				times = d.runs[n]
+			}
+			all += times
+			if slo.good(&run[i]) {
+				good += times
 			}
 			number++
 		}
@@ -160,18 +128,21 @@ func (r *Result) attainment(weight func(int) int) float64 {
 // seconds is how long all runs took, each from its first request to its last answer.
 func (r *Result) seconds() (sum float64) {
 	for _, run := range r.Runs {
+		if len(run) == 0 {
+			continue
+		}
 		var end time.Duration
 		for i := range run {
 			end = max(end, run[i].End)
 		}
-		sum += end.Seconds()
+		sum += (end - run[0].At).Seconds()
 	}
 	return sum
 }
 
 // Goodput is good requests a second.
-func (r *Result) Goodput() float64 {
-	return r.Attainment() * float64(r.requests()) / r.seconds()
+func (r *Result) Goodput(slo SLO) float64 {
+	return r.Attainment(slo) * float64(r.requests()) / r.seconds()
 }
 
 // Throughput is tokens of answers a second, those of failed requests left out.

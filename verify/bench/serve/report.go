@@ -12,9 +12,12 @@ import (
 	"github.com/kvport/kvport/verify/bench"
 )
 
-// emit makes the rows of all results. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
+// Rows emits the rows of all results, if there is something that takes them. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
 // 1 where the other setup is better.
-func emit(results []*Result, emit bench.Emit) error {
+func Rows(results []*Result, emit bench.Emit) error {
+	if emit == nil {
+		return nil
+	}
 	for i, r := range results {
 		var base *Result
 		if i > 0 {
@@ -29,6 +32,14 @@ func emit(results []*Result, emit bench.Emit) error {
 	return nil
 }
 
+// within names an SLO, if there are several.
+func (r *Result) within(slo SLO) string {
+	if len(r.SLOs) == 1 {
+		return ""
+	}
+	return " within " + slo.String()
+}
+
 // percent is the name of a quantile.
 func percent(q float64) string { return fmt.Sprintf("p%g", q*100) }
 
@@ -38,8 +49,12 @@ func (r *Result) rows(base *Result) (rows []bench.Row) {
 			rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
 			return
 		}
-		of := interval()
 		name = r.Setup + " : " + base.Setup + ", " + name
+		if r.Overloaded() || base.Overloaded() {
+			rows = append(rows, bench.Beside(name, unit, value, limit(base), math.NaN()))
+			return
+		}
+		of := interval()
 		rows = append(rows,
 			bench.Beside(name, unit, value, limit(base), of.Value),
 			bench.Beside(name+", 95 % from", "ratio", of.Low, math.NaN(), math.NaN()),
@@ -51,17 +66,29 @@ func (r *Result) rows(base *Result) (rows []bench.Row) {
 				func() Interval { return r.Quicker(base, m, q) })
 		}
 	}
-	compared("good requests", "share", r.Attainment(), (*Result).Attainment, func() Interval { return r.Better(base) })
+	for _, slo := range r.SLOs {
+		compared("good requests"+r.within(slo), "share", r.Attainment(slo), func(b *Result) float64 { return b.Attainment(slo) },
+			func() Interval { return r.Better(base, slo) })
+	}
 	plain := func(name, unit string, value float64) {
 		rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
 	}
-	plain("goodput", "request/s", r.Goodput())
+	for _, slo := range r.SLOs {
+		plain("goodput"+r.within(slo), "request/s", r.Goodput(slo))
+	}
 	plain("answers", "token/s", r.Throughput())
 	c := r.Counts()
 	plain("requests", "requests", float64(c.Requests))
+	plain("later turns", "requests", float64(r.later()))
 	plain("answered", "requests", float64(c.Answered))
 	plain("sent late", "requests", float64(c.Late))
 	plain("sent late at most", "ms", msOf(c.MostLate))
+	if growth := r.Growth(); !math.IsNaN(growth) {
+		plain("queue growth", "share", growth)
+	}
+	if r.Overloaded() {
+		plain("overloaded", "share", r.Growth())
+	}
 	for _, source := range slices.Sorted(maps.Keys(r.Sources)) {
 		plain("prompt tokens, "+source, "tokens", r.Sources[source])
 	}
@@ -91,7 +118,10 @@ func Table(w io.Writer, results []*Result) error {
 			fmt.Fprintf(t, "%s %s\t", m, percent(q))
 		}
 	}
-	fmt.Fprint(t, "good\tgoodput/s\ttoken/s\trequests\tlate\tfailed\t\n")
+	for _, slo := range results[0].SLOs {
+		fmt.Fprintf(t, "good%s\tgoodput/s\t", results[0].within(slo))
+	}
+	fmt.Fprint(t, "token/s\trequests\tlate\tfailed\t\n")
 	for _, r := range results {
 		fmt.Fprintf(t, "%s\t", r.Setup)
 		for _, m := range Metrics() {
@@ -100,7 +130,10 @@ func Table(w io.Writer, results []*Result) error {
 			}
 		}
 		c := r.Counts()
-		fmt.Fprintf(t, "%.1f %%\t%s\t%s\t%d\t%d\t%d\t\n", 100*r.Attainment(), number(r.Goodput()), number(r.Throughput()), c.Requests, c.Late, c.Requests-c.Answered)
+		for _, slo := range r.SLOs {
+			fmt.Fprintf(t, "%.1f %%\t%s\t", 100*r.Attainment(slo), number(r.Goodput(slo)))
+		}
+		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t\n", number(r.Throughput()), c.Requests, c.Late, c.Requests-c.Answered)
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -112,6 +145,9 @@ func Table(w io.Writer, results []*Result) error {
 func tail(w io.Writer, results []*Result) error {
 	var b strings.Builder
 	for _, r := range results[1:] {
+		if r.Overloaded() || results[0].Overloaded() {
+			continue
+		}
 		fmt.Fprintf(&b, "\n%s beside %s, above 1 is better, with what 95 %% of bootstrap replicates lie between:\n", r.Setup, results[0].Setup)
 		for _, m := range Metrics() {
 			fmt.Fprintf(&b, "  %s", m)
@@ -121,14 +157,19 @@ func tail(w io.Writer, results []*Result) error {
 			}
 			b.WriteByte('\n')
 		}
-		i := r.Better(results[0])
-		fmt.Fprintf(&b, "  good requests   %s (%s to %s)\n", number(i.Value), number(i.Low), number(i.High))
+		for _, slo := range r.SLOs {
+			i := r.Better(results[0], slo)
+			fmt.Fprintf(&b, "  good requests%s   %s (%s to %s)\n", r.within(slo), number(i.Value), number(i.Low), number(i.High))
+		}
 	}
 	b.WriteByte('\n')
 	for _, r := range results {
 		if r.Sources != nil {
 			fmt.Fprintf(&b, "%s: prompt tokens of its engines: %.0f computed, %.0f from their own caches, %.0f from connectors\n", r.Setup,
 				r.Sources["local_compute"], r.Sources["local_cache"], r.Sources["external"])
+		}
+		if r.Overloaded() {
+			fmt.Fprintf(&b, "%s: overloaded: its queue grew by %.0f %% of what came, so that its times depend on how long the load lasts; there are no ratios\n", r.Setup, 100*r.Growth())
 		}
 		c := r.Counts()
 		for _, kind := range c.Kinds() {

@@ -36,6 +36,8 @@ func (e *RequestError) Unwrap() error { return e.Err }
 // Outcome is how one request went, as the client saw it. Times are from the beginning of the run.
 type Outcome struct {
 	At     time.Duration   // when it was to leave
+	Aside  bool            // it is load, and is not in the numbers
+	Later  bool            // it is not the first turn of its conversation
 	Sent   time.Duration   // when it left
 	Pieces int             // how often tokens arrived
 	First  time.Duration   // when the first of them did
@@ -83,7 +85,7 @@ func Run(ctx context.Context, to Sender, list []Request, o RunOptions) []Outcome
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for i := range list {
-		outcomes[i].At = list[i].At
+		outcomes[i].At, outcomes[i].Aside, outcomes[i].Later = list[i].At, list[i].Aside, list[i].After >= 0
 		timer.Reset(time.Until(r.start.Add(list[i].At)))
 		select {
 		case <-timer.C:

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -101,12 +103,12 @@ func TestEveryRequestHasAnOutcome(t *testing.T) {
 
 // made is a result of requests with the given times to the first token in ms.
 func made(runs ...[]float64) *Result {
-	r := &Result{SLO: SLO{TTFT: 100 * time.Millisecond}}
+	r := &Result{SLOs: []SLO{{TTFT: 100 * time.Millisecond}}}
 	for _, ttfts := range runs {
 		var run []Outcome
 		for _, ms := range ttfts {
 			at := time.Duration(ms * float64(time.Millisecond))
-			run = append(run, Outcome{Pieces: 2, First: at, Gaps: []time.Duration{at}, End: 2 * at, Answer: Answer{Completed: 2}})
+			run = append(run, Outcome{Later: true, Pieces: 2, First: at, Gaps: []time.Duration{at}, End: 2 * at, Answer: Answer{Completed: 2}})
 		}
 		r.Add(run)
 	}
@@ -121,21 +123,35 @@ func TestQuantiles(t *testing.T) {
 
 	// One request of ten that fails takes the place of the longest, though its first token came early. Left out, it would make p99 better.
 	r.Runs[0][0].Kind = "cut"
-	r.all = nil
+	r.sorted = nil
 	require.Equal(t, 60.0, r.Quantile(TTFT, 0.5))
 	for _, m := range Metrics() {
 		require.True(t, math.IsInf(r.Quantile(m, 0.99), 1), m)
 	}
 }
 
+// Later turns have quantiles of their own.
+func TestLaterTurns(t *testing.T) {
+	r := made([]float64{10, 20, 30, 40})
+	r.Runs[0][0].Later, r.Runs[0][1].Later = false, false
+	require.Equal(t, 20.0, r.Quantile(TTFT, 0.5))
+	require.Equal(t, 30.0, r.Quantile(LaterTTFT, 0.5))
+	synctest.Test(t, func(t *testing.T) {
+		list := []Request{{After: -1, MaxTokens: 1}, {At: time.Second, After: 0, MaxTokens: 1}}
+		out := Run(t.Context(), &stalling{time.Now(), time.Hour, time.Hour}, list, RunOptions{})
+		require.False(t, out[0].Later)
+		require.True(t, out[1].Later)
+	})
+}
+
 // What is late has waited since it was to leave.
 func TestLate(t *testing.T) {
 	o := Outcome{At: time.Second, Sent: 3 * time.Second, Pieces: 1, First: 3100 * time.Millisecond, End: 3100 * time.Millisecond, Answer: Answer{Completed: 1}}
-	r := &Result{SLO: SLO{TTFT: time.Second}}
+	r := &Result{SLOs: []SLO{{TTFT: time.Second}}}
 	r.Add([]Outcome{o})
 	require.Equal(t, 2100.0, r.Quantile(TTFT, 0.5))
 	require.Equal(t, 2100.0, r.Quantile(E2E, 0.5))
-	require.Zero(t, r.Attainment())
+	require.Zero(t, r.Attainment(r.SLOs[0]))
 	c := r.Counts()
 	require.Equal(t, 1, c.Late)
 	require.Equal(t, 2*time.Second, c.MostLate)
@@ -143,16 +159,36 @@ func TestLate(t *testing.T) {
 
 func TestGoodput(t *testing.T) {
 	r := made([]float64{50, 100, 150, 200})
-	require.Equal(t, 0.5, r.Attainment())
-	require.InDelta(t, 2/0.4, r.Goodput(), 1e-9)
+	require.Equal(t, 0.5, r.Attainment(r.SLOs[0]))
+	require.InDelta(t, 2/0.4, r.Goodput(r.SLOs[0]), 1e-9)
 	require.InDelta(t, 8/0.4, r.Throughput(), 1e-9)
-	r.SLO.ITL = 60 * time.Millisecond
-	require.Equal(t, 0.25, r.Attainment())
+	r.SLOs[0].ITL = 60 * time.Millisecond
+	require.Equal(t, 0.25, r.Attainment(r.SLOs[0]))
 	r.Runs[0][0].Kind = "status 429"
-	require.Zero(t, r.Attainment(), "what failed was quick, and is not good")
+	require.Zero(t, r.Attainment(r.SLOs[0]), "what failed was quick, and is not good")
 	require.InDelta(t, 6/0.4, r.Throughput(), 1e-9)
-	r.SLO = SLO{}
-	require.Equal(t, 0.75, r.Attainment())
+	r.SLOs[0] = SLO{}
+	require.Equal(t, 0.75, r.Attainment(r.SLOs[0]))
+}
+
+// Several SLOs have a row each, named by what a good request keeps to.
+func TestSeveralSLOs(t *testing.T) {
+	r := made([]float64{50, 100, 150, 200})
+	emit, rows := collect()
+	require.NoError(t, Rows([]*Result{r}, emit))
+	require.Contains(t, rows, ": good requests", "one needs no name")
+	r.SLOs = []SLO{{TTFT: 60 * time.Millisecond}, {TTFT: time.Second, ITL: 150 * time.Millisecond}}
+	other := made([]float64{50, 50, 50, 50})
+	other.Setup, other.SLOs = "other", r.SLOs
+	emit, rows = collect()
+	require.NoError(t, Rows([]*Result{r, other}, emit))
+	require.Equal(t, 0.25, *rows[": good requests within 60ms and any"].Value)
+	require.Equal(t, 0.75, *rows[": good requests within 1s and 150ms"].Value)
+	require.InDelta(t, 4, *rows["other : , good requests within 60ms and any"].Ratio, 1e-9)
+	require.InDelta(t, 3/0.4, *rows[": goodput within 1s and 150ms"].Value, 1e-2)
+	var text strings.Builder
+	require.NoError(t, Table(&text, []*Result{r, other}))
+	require.Contains(t, text.String(), "good within 1s and 150ms")
 }
 
 // noisy are times of some seeds, with noise that both of two setups have, as a schedule does, and with noise of its own.
@@ -215,6 +251,59 @@ func TestIntervalCovers(t *testing.T) {
 	t.Logf("%d of %d intervals hold the ratio, %d hold 1", covered, trials, one)
 	require.GreaterOrEqual(t, covered, 85)
 	require.LessOrEqual(t, one, 20, "and they are narrow enough to tell 1.25 from 1")
+}
+
+// dependent are times of some seeds whose requests are nearly alike, as those are that wait in one queue.
+func dependent(rng *rand.Rand, seeds, requests int, factor float64) *Result {
+	var runs [][]float64
+	for range seeds {
+		seed := 50 * factor * math.Exp(0.3*rng.NormFloat64())
+		var run []float64
+		for range requests {
+			run = append(run, seed*math.Exp(0.02*rng.NormFloat64()))
+		}
+		runs = append(runs, run)
+	}
+	return made(runs...)
+}
+
+// Requests that wait for each other are alike within a seed: an interval that draws whole seeds holds the ratio all the same.
+func TestIntervalOfDependentRequests(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 3))
+	const trials, seeds, factor = 100, 12, 1.25
+	covered := 0
+	for range trials {
+		i := dependent(rng, seeds, 20, 1).Quicker(dependent(rng, seeds, 20, factor), TTFT, 0.5)
+		if i.Low <= factor && factor <= i.High {
+			covered++
+		}
+	}
+	t.Logf("%d of %d intervals hold the ratio", covered, trials)
+	require.GreaterOrEqual(t, covered, 85)
+}
+
+// Whole seeds and single requests that are drawn equally often are the same statistic.
+func TestDraws(t *testing.T) {
+	rng := rand.New(rand.NewPCG(4, 4))
+	r := made(common(rng, 4, 25)...)
+	r.Runs[2][3].Kind = "cut"
+	d := &draw{runs: []int{1, 0, 2, 1}}
+	all := &draw{runs: d.runs}
+	for _, times := range d.runs {
+		all.requests = append(all.requests, slices.Repeat([]int{times}, 25)...)
+	}
+	var apart Result
+	for _, n := range []int{0, 2, 2, 3} {
+		apart.Add(r.Runs[n])
+	}
+	for _, m := range Metrics() {
+		for _, q := range []float64{0, 0.1, 0.5, 0.9, 0.97, 0.99, 1} {
+			require.Equal(t, apart.Quantile(m, q), r.quantile(m, q, d), "%s %g", m, q)
+			require.Equal(t, apart.Quantile(m, q), r.quantile(m, q, all), "%s %g", m, q)
+		}
+	}
+	require.Equal(t, apart.Attainment(r.SLOs[0]), r.attainment(r.SLOs[0], d))
+	require.Equal(t, apart.Attainment(r.SLOs[0]), r.attainment(r.SLOs[0], all))
 }
 
 // A wrong answer is counted, whatever the error is.

@@ -19,10 +19,11 @@ type Options struct {
 	EngineOptions
 	Setups   []Setup // the first is what the others are compared with
 	Workload Workload
-	Trace    []Request // instead of Workload
-	Seed     uint64    // of the first round
-	Rounds   int       // schedules, one for each seed from Seed on; each setup plays each of them
-	SLO      SLO
+	Trace    []Request  // instead of Workload
+	Seed     uint64     // of the first round
+	Rounds   int        // schedules, one for each seed from Seed on; each setup plays each of them
+	Before   int        // loads that were measured before this one: Drive plays other seeds for each, since servers keep what they have seen
+	SLOs     []SLO      // requests are good by each of them or not
 	Run      RunOptions // Report is not used
 	Say      func(text string)
 	Emit     bench.Emit
@@ -37,7 +38,7 @@ func Bench(ctx context.Context, o Options) ([]*Result, error) {
 	}
 	results := make([]*Result, len(o.Setups))
 	for i := range results {
-		results[i] = &Result{Setup: o.Setups[i].Name, SLO: o.SLO, Sources: map[string]float64{}}
+		results[i] = &Result{Setup: o.Setups[i].Name, SLOs: o.SLOs, Sources: map[string]float64{}}
 	}
 	for round := range o.Rounds {
 		for turn := range o.Setups {
@@ -47,13 +48,13 @@ func Bench(ctx context.Context, o Options) ([]*Result, error) {
 			}
 		}
 	}
-	return results, emit(results, o.Emit)
+	return results, Rows(results, o.Emit)
 }
 
 // schedules are those of all seeds, with the answers that a single engine gives.
 func (o *Options) schedules(ctx context.Context) (all [][]Request, err error) {
 	for round := range o.Rounds {
-		all = append(all, o.schedule(round))
+		all = append(all, o.schedule(o.Seed+uint64(round)))
 	}
 	o.Say("a single engine answers all requests, so that the turns that follow can be made before anything is measured")
 	alone := Setups()[0]
@@ -70,11 +71,11 @@ func (o *Options) schedules(ctx context.Context) (all [][]Request, err error) {
 	return all, nil
 }
 
-func (o *Options) schedule(round int) []Request {
+func (o *Options) schedule(seed uint64) []Request {
 	if o.Trace != nil {
 		return slices.Clone(o.Trace)
 	}
-	return o.Workload.Draw(o.Seed + uint64(round))
+	return o.Workload.Draw(seed)
 }
 
 // recordedAtOnce is how many conversations are recorded side by side.
@@ -159,14 +160,16 @@ type Target struct {
 }
 
 // Drive plays the schedules against servers that run already; they take turns, and the first is what the others are compared with. What their answers will
-// be is not known, so that the turns that follow go on from answers that were drawn.
+// be is not known, so that the turns that follow go on from answers that were drawn. Each load has seeds of its own: what a server has cached of the load
+// before would make first tokens come sooner than at that load.
 func Drive(ctx context.Context, targets []Target, o Options) ([]*Result, error) {
 	results := make([]*Result, len(targets))
 	for i := range results {
-		results[i] = &Result{Setup: targets[i].Name, SLO: o.SLO}
+		results[i] = &Result{Setup: targets[i].Name, SLOs: o.SLOs}
 	}
 	for round := range o.Rounds {
-		list, seed := o.schedule(round), o.Seed+uint64(round)
+		seed := o.Seed + uint64(o.Before*o.Rounds+round)
+		list := o.schedule(seed)
 		Join(list, Drawn(list, seed))
 		for turn := range targets {
 			i := (round + turn) % len(targets)
@@ -177,5 +180,5 @@ func Drive(ctx context.Context, targets []Target, o Options) ([]*Result, error) 
 			results[i].Add(outcomes)
 		}
 	}
-	return results, emit(results, o.Emit)
+	return results, Rows(results, o.Emit)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -45,7 +46,7 @@ func TestSetups(t *testing.T) {
 	w.Answer = Range{80, 100} // by default a prefill engine computes what has fewer than 64 tokens, instead of loading it
 	o := Options{
 		EngineOptions: EngineOptions{Self: rig.Binary(t), Model: "sim", PluginPath: []string{filepath.Join(testkit.Root(t), "bin")}, Threads: 2, Blocks: 1024},
-		Setups:        Setups(), Workload: w, Seed: *rig.Seed, Rounds: 1, SLO: SLO{TTFT: time.Hour},
+		Setups:        Setups(), Workload: w, Seed: *rig.Seed, Rounds: 1, SLOs: []SLO{{TTFT: time.Hour}},
 		Say: func(text string) { said = append(said, text) }, Emit: emit,
 	}
 	results, err := Bench(r.Context(), o)
@@ -60,7 +61,7 @@ func TestSetups(t *testing.T) {
 		require.Equal(t, 24, c.Requests)
 		require.Equal(t, 24, c.Answered, "%s: %v", result.Setup, c.Failed)
 		require.Equal(t, tokens, c.Tokens, "%s: every answer has all its tokens", result.Setup)
-		require.Equal(t, 1.0, result.Attainment())
+		require.Equal(t, 1.0, result.Attainment(result.SLOs[0]))
 		if strings.HasPrefix(result.Setup, "pd") && result.Setup != "pd-aware" {
 			require.Positive(t, result.Sources["external"], "%s: blocks went from engine to engine", result.Setup)
 		}
@@ -70,11 +71,21 @@ func TestSetups(t *testing.T) {
 		}
 	}
 	// The turn that follows is on P what the answer has made on D, and is loaded instead of computed.
-	require.Less(t, results[3].Sources["local_compute"], results[1].Sources["local_compute"])
+	of := map[string]*Result{}
+	for _, result := range results {
+		of[result.Setup] = result
+	}
+	require.Less(t, of["pd-turns"].Sources["local_compute"], of["pd"].Sources["local_compute"])
 	require.NotNil(t, rows["pd : chunked, TTFT p99"].Ratio)
 	require.NotNil(t, rows["pd : chunked, TTFT p50, 95 % from"].Value)
 	require.EqualValues(t, 24, *rows["whole-session: answered"].Value)
-	require.Len(t, said, 1+len(Setups()), "progress of each run")
+	ended := 0
+	for _, text := range said { // more of them where the machine is slow
+		if strings.Contains(text, ": 24 of 24 requests sent, 24 ended, 0 failed") {
+			ended++
+		}
+	}
+	require.GreaterOrEqual(t, ended, len(Setups()), "progress of each run")
 
 	var table strings.Builder
 	require.NoError(t, Table(&table, results))
@@ -101,7 +112,7 @@ func TestStall(t *testing.T) {
 		_ = engine.Signal(syscall.SIGCONT)
 	}()
 	outcomes := Run(r.Context(), s, list, RunOptions{Timeout: time.Minute})
-	result := &Result{Setup: "stalled", SLO: SLO{TTFT: stall / 2}}
+	result := &Result{Setup: "stalled", SLOs: []SLO{{TTFT: stall / 2}}}
 	result.Add(outcomes)
 	counts := result.Counts()
 	require.Equal(t, len(list), counts.Answered, "%v", counts.Failed)
@@ -116,7 +127,7 @@ func TestStall(t *testing.T) {
 	t.Logf("%d of %d requests waited for over %v, p99 is %.0f ms", waited, len(list), stall/2, result.Quantile(TTFT, 0.99))
 	require.Greater(t, waited, 5)
 	require.Greater(t, result.Quantile(TTFT, 0.99), msOf(stall/2))
-	require.Less(t, result.Attainment(), 1.0)
+	require.Less(t, result.Attainment(result.SLOs[0]), 1.0)
 }
 
 // stopping says when the first request leaves after a second.
@@ -138,7 +149,7 @@ func TestDrive(t *testing.T) {
 	r := rig.New(t)
 	one := r.ServeModel("sim", "one", "")
 	emit, rows := collect()
-	o := Options{Workload: short(), Seed: 5, Rounds: 1, SLO: SLO{TTFT: time.Hour}, Say: func(string) {}, Emit: emit}
+	o := Options{Workload: short(), Seed: 5, Rounds: 1, SLOs: []SLO{{TTFT: time.Hour}}, Say: func(string) {}, Emit: emit}
 	var targets []Target
 	for _, form := range []Form{Tokens, Text, Chat} {
 		c := &Client{URL: one.URL, Form: form, Own: form == Tokens}
@@ -166,6 +177,26 @@ func TestDrive(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
+// TestSmallSteps: the engine of chunked-128 computes no more than 128 tokens in a step: a prompt of 500 takes 4 steps, and those of others one.
+func TestSmallSteps(t *testing.T) {
+	r := rig.New(t)
+	steps := func(name string) float64 {
+		chosen, err := ChooseSetups([]string{name})
+		require.NoError(t, err)
+		running, err := chosen[0].start(r.Context(), &EngineOptions{Self: rig.Binary(t), Model: "sim", Threads: 1, Blocks: 256})
+		require.NoError(t, err)
+		defer func() { require.NoError(t, running.stop(r.Context())) }()
+		c := &Client{URL: running.url, Form: Tokens, Own: true}
+		defer c.HTTP.CloseIdleConnections()
+		_, err = c.Send(r.Context(), &Request{Parts: [][]int32{slices.Repeat([]int32{7}, 500)}, MaxTokens: 1}, func() {})
+		require.NoError(t, err)
+		m, err := running.client.Metrics(r.Context(), running.url)
+		require.NoError(t, err)
+		return m.Sum("kvport_step_seconds_count")
+	}
+	require.EqualValues(t, 3, steps("chunked-128")-steps("chunked"))
+}
+
 func TestChooseSetups(t *testing.T) {
 	all, err := ChooseSetups(nil)
 	require.NoError(t, err)
@@ -174,7 +205,7 @@ func TestChooseSetups(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{"pd", "chunked"}, []string{some[0].Name, some[1].Name})
 	_, err = ChooseSetups([]string{"pdd"})
-	require.ErrorContains(t, err, `setup "pdd" is none of chunked, pd,`)
+	require.ErrorContains(t, err, `setup "pdd" is none of chunked, chunked-128, pd,`)
 	_, err = ChooseSetups([]string{"pd", "pd"})
 	require.ErrorContains(t, err, "twice")
 }

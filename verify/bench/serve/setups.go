@@ -26,6 +26,7 @@ type Setup struct {
 	roles   []string
 	offload bool
 	engines int      // whole engines, if there are no roles
+	step    int      // tokens of a step at most; 0: as many as by default
 	route   []string // arguments of the router; nil: there is none
 }
 
@@ -35,6 +36,7 @@ func Setups() []Setup {
 	both := []string{"kv_both", "kv_both"}
 	list := []Setup{
 		{Name: "chunked", Short: "one engine, prompts in chunks beside the answers that run", engines: 1},
+		{Name: "chunked-128", Short: "the same with at most 128 tokens a step, so that prompts delay answers less", engines: 1, step: 128},
 		{Name: "pd", Short: "a prefill and a decode engine, every prompt goes to both", roles: pd, route: []string{"--bidirectional", "0"}},
 		{Name: "pd-offload", Short: "the same, each with a tier in memory", roles: both, offload: true, route: []string{"--bidirectional", "0"}},
 		{Name: "pd-turns", Short: "the same without the tier; the prefill engine loads the last answer from the decode engine", roles: both, route: []string{"--bidirectional", "4096"}},
@@ -111,6 +113,9 @@ func (s *Setup) start(ctx context.Context, o *EngineOptions) (_ *running, err er
 		}
 		for _, folder := range o.PluginPath {
 			args = append(args, "--plugin-path", folder)
+		}
+		if s.step > 0 {
+			args = append(args, "--max-num-batched-tokens", strconv.Itoa(s.step))
 		}
 		if config != "" {
 			args = append(args, "--kv-transfer-config", config)

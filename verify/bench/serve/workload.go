@@ -37,6 +37,10 @@ type Workload struct {
 	Long          Range   `json:"long_tokens"`
 	Short         Range   `json:"short_tokens"`
 	Answer        Range   `json:"answer_tokens"`
+	// Requests that leave in the first seconds, and for some seconds after the last one that counts, are load like all others and are not in the numbers:
+	// a run begins with empty engines and first turns only, and ends with engines that nothing new reaches. They come on top of Requests.
+	WarmUp   float64 `json:"warm_up_seconds"`
+	CoolDown float64 `json:"cool_down_seconds"`
 }
 
 // DefaultWorkload suits a model of 135 million parameters on two cores.
@@ -61,6 +65,10 @@ func (w *Workload) Check() error {
 		number = fmt.Errorf("think_seconds is %v, want 0 to a million", w.Think)
 	case !(w.LongShare >= 0 && w.LongShare <= 1):
 		number = fmt.Errorf("long_share is %v, want 0 to 1", w.LongShare)
+	case !(w.WarmUp >= 0 && w.WarmUp*w.Rate <= 1e6):
+		number = fmt.Errorf("warm_up_seconds is %v, want 0 to as many as have a million requests", w.WarmUp)
+	case !(w.CoolDown >= 0 && w.CoolDown*w.Rate <= 1e6):
+		number = fmt.Errorf("cool_down_seconds is %v, want 0 to as many as have a million requests", w.CoolDown)
 	}
 	return errors.Join(
 		number, w.System.check("system_tokens", 0), w.Turns.check("turns", 1), w.Long.check("long_tokens", 1),
@@ -71,6 +79,7 @@ func (w *Workload) Check() error {
 // Request is one request of a schedule. Schedules are drawn before anything is sent.
 type Request struct {
 	At           time.Duration // when it leaves, from the beginning of the run
+	Aside        bool          // it is load, and is not in the numbers
 	Conversation int
 	After        int       // the request whose prompt and answer it goes on from; -1: none
 	System       []int32   // the system prompt; nil: that of After, or none
@@ -113,10 +122,17 @@ func (w *Workload) Draw(seed uint64) []Request {
 	think := time.Duration(w.Think * float64(time.Second))
 	var list []Request
 	var open []talk
-	conversations, seconds := 0, 0.0
-	for i := range w.Requests {
+	conversations, counted, seconds, end := 0, 0, 0.0, 0.0
+	for i := 0; ; i++ {
 		seconds += rng.ExpFloat64() / w.Rate
-		r := Request{At: time.Duration(seconds * float64(time.Second)), After: -1, MaxTokens: w.Answer.draw(rng)}
+		if counted == w.Requests && seconds > end {
+			return list
+		}
+		aside := seconds < w.WarmUp || counted == w.Requests
+		if !aside {
+			counted, end = counted+1, seconds+w.CoolDown
+		}
+		r := Request{At: time.Duration(seconds * float64(time.Second)), Aside: aside, After: -1, MaxTokens: w.Answer.draw(rng)}
 		length := w.Short
 		if rng.Float64() < w.LongShare {
 			length = w.Long
@@ -145,7 +161,6 @@ func (w *Workload) Draw(seed uint64) []Request {
 		}
 		list = append(list, r)
 	}
-	return list
 }
 
 // Join makes the whole prompts of a schedule; answer is what each request was answered, by its place. With this the prompts are known

@@ -1,0 +1,65 @@
+"""SGLang's engine, all its processes, driven by JSON lines: engine.py '{argument of sglang.Engine: value}'.
+
+Calls, one JSON object a line on stdin; answers on stdout:
+  {"op": "run", "prompts": [[token]], "max": n, "salt": "" or a cache_salt}  -> {"run": [result]}, all prompts at once
+  {"op": "flush"}  -> {"flush": whether the device and host caches are empty now}
+  {"op": "quit"}
+A result: {"ids", "finish", "cached": {"device", "host", "storage": tokens}, "seconds"}.
+"""
+
+import json
+import os
+import sys
+import time
+
+ARGUMENTS = {
+    "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    "disable_overlap_schedule": True, "skip_server_warmup": True, "enable_cache_report": True, "log_level": "info", "random_seed": 1, "max_running_requests": 4,
+    "page_size": 16, "max_total_tokens": 8192, "context_length": 4096, "mem_fraction_static": 0.3,
+    "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_through",
+    "hicache_mem_layout": "page_first", "hicache_io_backend": "kernel", "hicache_storage_prefetch_policy": "wait_complete",
+}
+
+
+def result(output, seconds):
+    """What one answer shows."""
+    details = output["meta_info"].get("cached_tokens_details") or {}
+    cached = {tier: int(details.get(tier) or 0) for tier in ("device", "host", "storage")}
+    finish = output["meta_info"].get("finish_reason") or {}
+    return {"ids": output["output_ids"], "finish": finish.get("type", ""), "cached": cached, "seconds": seconds}
+
+
+def run(engine, call):
+    """Answer prompts, all at once."""
+    begun = time.monotonic()
+    more = {"cache_salt": [call["salt"]] * len(call["prompts"])} if call.get("salt") else {}
+    outputs = engine.generate(input_ids=call["prompts"], sampling_params={"temperature": 0, "max_new_tokens": call["max"], "ignore_eos": True}, **more)
+    return [result(o, time.monotonic() - begun) for o in outputs]
+
+
+def main():
+    """Serve calls until the end of stdin."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints goes to the log
+
+    def tell(**answer):
+        answers.write(json.dumps(answer) + "\n")
+
+    begun = time.monotonic()
+    import sglang
+
+    engine = sglang.Engine(**{**ARGUMENTS, **json.loads(sys.argv[1])})
+    tell(ready=time.monotonic() - begun)
+    for line in sys.stdin:
+        call = json.loads(line)
+        if call["op"] == "quit":
+            break
+        if call["op"] == "run":
+            tell(run=run(engine, call))
+        if call["op"] == "flush":
+            tell(flush=bool(getattr(engine.flush_cache(), "success", False)))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

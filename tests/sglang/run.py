@@ -1,0 +1,118 @@
+"""Runs kvport under a real SGLang on a CPU and reports what was reached, line by line: make sglang-test.
+
+  run.py [--list] [--only LINE,...] [--seed N] [--json FILE] [--keep]
+
+Lines run one after another, each with its own engines. SGLang's kernels have no build for CPUs: stubs/ has what is
+missing, which copies and computes nothing. What transformers answers is computed in the same run.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "vllm"))  # what both have in common
+
+import same  # noqa: E402
+import trouble  # noqa: E402
+from rig import ROOT, Rig, run_line  # noqa: E402
+from served import Answers, Shared, setups  # noqa: E402
+
+LINES = {
+    "equal": (same.equal, "every way of a page: cold, device, host, store, a new engine; connectors and layouts: transformers' tokens"),
+    "damage": (same.damaged, "100 damaged pages: transformers' tokens, all counted, mended; SGLang's own backend answers wrongly"),
+    "others": (same.others, "engines of another layout, page size, dtype and model on one folder: none takes another's page"),
+    "engines": (same.engines, "SGLang, vLLM and kvport's engine on one folder: none takes what another wrote"),
+    "salts": (same.salted, "a page with one salt is not found with another"),
+    "refused": (same.refused, "a mistake in the config ends the start before the model loads"),
+    "kills": (trouble.kills, "plugin killed or stopped, agent killed: SGLang serves, transformers' tokens"),
+    "store": (trouble.store, "the store is away at the start, 4 s slow, hung, full, under each prefetch policy: bounded waits"),
+    "time": (trouble.times, "exists, get and put of 18 and 180 pages beside SGLang's own file backend"),
+}
+
+
+class Options:
+    """What was asked for, as the rig takes it."""
+
+    def __init__(self, args):
+        self.seed, self.keep, self.connector, self.deps, self.sglang = args.seed, args.keep, args.connector, args.vllm, args.deps
+        self.kills, self.pairs, self.scratch = args.kills, args.pairs, args.scratch
+        self.answers, self.shared = Answers(sys.executable, args.baseline), Shared(args.scratch)
+
+
+class Line(Rig):
+    """One line: its engines, its folder, its counts."""
+
+    @property
+    def gguf(self):
+        """The model as kvport's own engine reads it."""
+        return next((ROOT / ".deps" / "model").glob("*.gguf"))
+
+    def want(self, prompts, **more):
+        """Give what transformers answers."""
+        return self.options.answers.want(self, prompts, **more)
+
+
+def stand_ins():
+    """The lines of code that stand in for SGLang's kernels, for the report."""
+    return {p.relative_to(HERE).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in sorted((HERE / "stubs").rglob("*.py"))}
+
+
+def run(options, name):
+    """Run one line; give its report."""
+    check, promise = LINES[name]
+    report = run_line(Line(options, name), name, promise, check, options.keep)
+    if not report["ok"]:
+        options.shared.stop()  # the next line starts its own
+    return report
+
+
+def main():
+    """Run all lines, or those asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="show the lines, and run nothing")
+    parser.add_argument("--only", default="", help="lines, with commas: " + ", ".join(LINES))
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts and of everything random")
+    parser.add_argument("--pairs", type=int, default=6, help="turns of a timed comparison")
+    parser.add_argument("--kills", type=int, default=20, help="of the plugin")
+    parser.add_argument("--connector", default="", help="only these, with commas")
+    parser.add_argument("--json", type=pathlib.Path, default=ROOT / ".deps" / "sglang-test.json", help="file for the results")
+    parser.add_argument("--deps", type=pathlib.Path, default=ROOT / ".deps" / "sglang", help="where sglang_setup.py put SGLang")
+    parser.add_argument("--vllm", type=pathlib.Path, default=ROOT / ".deps" / "vllm", help="where vllm_setup.py put vLLM")
+    parser.add_argument("--baseline", type=pathlib.Path, help="file that keeps transformers' answers between runs, for development")
+    parser.add_argument("--keep", action="store_true", help="keep the folders with logs")
+    args = parser.parse_args()
+    args.deps, args.vllm = args.deps.absolute(), args.vllm.absolute()
+    names = [n for n in args.only.split(",") if n] or list(LINES)
+    if unknown := [n for n in names if n not in LINES]:
+        parser.error(f"no such line: {', '.join(unknown)}")
+    if unknown := [c for c in args.connector.split(",") if c and c not in setups()]:
+        parser.error(f"no connector of these tests: {', '.join(unknown)}; there are {', '.join(sorted(setups()))}")
+    if args.list:
+        for name in names:
+            print(f"{name}: {LINES[name][1]}")
+        return 0
+    args.scratch = tempfile.mkdtemp(prefix="kvport-sglang-")
+    os.environ["XDG_RUNTIME_DIR"] = args.scratch  # short, private and gone afterwards
+    print("stand-ins for SGLang's kernels, which only copy, and the log of calls, in lines:", stand_ins())
+    options, reports, begun = Options(args), [], time.monotonic()
+    for name in names:
+        reports.append(run(options, name))
+        seconds = round(time.monotonic() - begun)
+        args.json.write_text(json.dumps({"seed": args.seed, "seconds": seconds, "stand_ins": stand_ins(), "lines": reports}, indent=1), encoding="utf-8")
+    options.shared.stop()
+    failed = [r["line"] for r in reports if not r["ok"]]
+    print(f"\n{len(reports) - len(failed)} of {len(reports)} lines hold" + (f"; failed: {', '.join(failed)}" if failed else "") +
+          f"; {seconds // 60} min {seconds % 60} s; results in {args.json}")
+    if not failed and not args.keep:
+        shutil.rmtree(args.scratch, ignore_errors=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

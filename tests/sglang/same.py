@@ -1,0 +1,283 @@
+"""Lines about equal tokens: every way of a page, and pages that are not ours."""
+
+import itertools
+import json
+import shutil
+
+from connectors import storage, typical
+from faults import find
+from rig import ROOT, Failed, Server, free_port, kvport, tail
+from rig import Engine as VLLM
+from served import LAYOUTS, PAGE, TOKENS, SGLang, check_cached, extra, full, named, stored
+
+PAGE_BYTES = 2 * 30 * PAGE * 3 * 64 * 4  # K and V, layers, tokens, heads, of a head, float32
+BLOCK = 32  # tokens of a block of vLLM on a CPU: no fewer, so pages are as long where there is a vLLM
+SMALL = 2048  # tokens on a device that soon evicts
+
+
+def evict(rig, engine):
+    """Have other prompts take the place of what the device holds; the host has room for all of them."""
+    for i in range(2):
+        engine.run([rig.prompts.cut(f"evicts {i}", SMALL // 2 - PAGE)], 1)
+
+
+def ways(rig, label, engine, prompts, want):
+    """Cold, from the device, from the host, and from the store once both are empty."""
+    rig.equal(f"{label}, cold", want, engine.run(prompts))
+    again = engine.run(prompts)
+    rig.equal(f"{label}, from the device", want, again)
+    check_cached(rig, f"{label}, device", again, prompts, "device")
+    evict(rig, engine)
+    for prompt, answer in zip(prompts, want, strict=True):
+        got = engine.run([prompt])
+        rig.equal(f"{label}, from the host", [answer], got)
+        rig.check(got[0].cached["host"] > 0, f"{label}: nothing came from the host: {got[0].cached}")
+        rig.count("tokens from host", got[0].cached["host"])
+    engine.flush()
+    got = engine.run(prompts)
+    rig.equal(f"{label}, from the store", want, got)
+    check_cached(rig, label, got, prompts, "storage")
+
+
+def equal_cases(rig):
+    """(label, setup, config, layout, more of the extra config): every connector, every layout in two processes, tensors."""
+    setups = sorted(stored(rig), key=lambda pair: not pair[0].shared)
+    layouts = itertools.cycle(LAYOUTS)
+    cases = [(f"{setup.label}, {layout}", setup, config, layout, {}) for (setup, config), layout in zip(setups, layouts, strict=False)]
+    for setup, config in setups:
+        if typical(setup):
+            cases.append((f"{setup.label}, tensors", setup, setup.fill(rig, rig.folder / "tensors"), "layer_first", {"interface_v1": 0}))
+    rig.check(bool(cases), "no connector was run")
+    if not rig.options.connector:
+        rig.check({s.connector for s, _ in setups} == named(), f"run were {[s.connector for s, _ in setups]}, want {sorted(named())}")
+        rig.check({layout for _, s, _, layout, _ in cases if s.shared} == set(LAYOUTS), "a layout was not run in two processes")
+    return cases
+
+
+def equal(rig):
+    """All ways of a page, each connector and layout; then in a new engine, which goes on with a longer prompt."""
+    prompts = rig.prompts.set("ways", [297, 500])
+    want = rig.want(prompts)
+    turn = [p + list(w.ids) + rig.prompts.cut("turn", 24) for p, w in zip(prompts, want, strict=True)]
+    want2 = rig.want(turn)
+    for label, setup, config, layout, more in equal_cases(rig):
+        name = label.replace(" ", "-").replace(",", "")
+        kept = extra(setup.connector, config, **more)
+        engine = SGLang(rig, name, kept, layout, max_total_tokens=SMALL)
+        ways(rig, label, engine, prompts, want)
+        engine.check_calls()
+        engine.leave()
+        if setup.shared and not more:
+            engine = SGLang(rig, name + "-new", kept, layout)
+            got = engine.run(turn)
+            rig.equal(f"{label}, a new engine", want2, got)
+            check_cached(rig, f"{label}, a new engine", got, prompts, "storage")
+            engine.stop()
+            rig.count("new engines")
+        rig.count("ways to keep pages")
+        rig.say(f"{label} holds")
+
+
+def pages_in(folder):
+    """The files that hold a page."""
+    return {p for p in folder.rglob("*") if p.is_file() and p.stat().st_size >= PAGE_BYTES}
+
+
+def spoil(files):
+    """Change 4 KiB amid every page."""
+    for path in files:
+        with open(path, "r+b") as f:
+            f.seek(PAGE_BYTES // 2)
+            old = f.read(4096)
+            f.seek(PAGE_BYTES // 2)
+            f.write(bytes(b ^ 0xFF for b in old))
+
+
+def damaged(rig):
+    """A hundred damaged pages; the same damage under SGLang's own backend, to see that it matters."""
+    shared, prompts = rig.options.shared, rig.prompts.set("damaged", [545, 560, 575])  # 34 or 35 whole pages each
+    want, pages = rig.want(prompts), sum(full(p) // PAGE for p in prompts)
+    engine = shared.kvport(rig)
+    before = pages_in(shared.blocks)
+    rig.equal("cold", want, engine.run(prompts))
+    engine.flush()
+    # Pages that are filled while an answer is made are stored too, and a prompt never asks for its own: spoil all.
+    files, known = pages_in(shared.blocks) - before, engine.number("kvport_integrity_failures_total")
+    rig.check(len(files) >= pages >= 100, f"{len(files)} pages were stored, {pages} are asked for")
+    spoil(files)
+    got = engine.run(prompts)
+    rig.equal("damaged", want, got)
+    rig.check(not any(r.cached["storage"] for r in got), f"damaged pages were taken: {[r.cached for r in got]}")
+    engine.flush()
+    counted = engine.number("kvport_integrity_failures_total") - known
+    rig.check(counted == pages, f"{counted} pages are counted as damaged, {pages} were asked for")
+    rig.show("damaged pages that were asked for", pages)
+    rig.show("counted as damaged", counted)
+    got = engine.run(prompts)
+    rig.equal("mended", want, got)
+    check_cached(rig, "mended", got, prompts, "storage")
+    engine.check_calls()
+    own = shared.file(rig)
+    before = pages_in(shared.own)
+    rig.equal("file, cold", want, own.run(prompts))
+    own.flush()
+    same = pages_in(shared.own) - before
+    rig.check(len(same) == len(files), f"SGLang's own backend stored {len(same)} pages, ours {len(files)}")
+    spoil(same)
+    got = own.run(prompts)
+    wrong = sum(list(w.ids) != list(g.ids) for w, g in zip(want, got, strict=True))
+    rig.check(wrong > 0, "the damage changes nothing under SGLang's own backend either, so it shows nothing")
+    rig.show("wrong answers of SGLang's own backend after the same damage", f"{wrong} of {len(prompts)}")
+
+
+def other_weights(rig):
+    """A model that differs from ours in one tensor."""
+    from safetensors.torch import load_file, save_file
+
+    folder = rig.folder / "other-model"
+    shutil.copytree(rig.model, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("layers.0.input_layernorm.weight"))
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def others(rig):
+    """Engines of another layout, page size, dtype and model on the same folder find nothing, and then their own."""
+    _, connector, config = storage(rig, rig.folder / "blocks")
+    kept = extra(connector, config)
+    prompts = [rig.prompts.cut("others", 400)]
+    want = rig.want(prompts)
+    model = other_weights(rig)
+    cases = {
+        "first": ({}, want),
+        "layout": ({"layout": "page_first_direct"}, want),
+        "page size": ({"page_size": 32}, want),
+        "dtype": ({"dtype": "bfloat16"}, None),  # which transformers rounds in another order
+        "model": ({"model_path": str(model)}, rig.want(prompts, model=model)),
+    }
+    asked = set()
+    for name, (more, answers) in cases.items():
+        engine = SGLang(rig, name.replace(" ", "-"), kept, **more)
+        cold = engine.run(prompts)
+        rig.check(cold[0].cached["storage"] == 0, f"{name}: pages of another engine were taken: {cold[0].cached}")
+        asked.add(engine.calls("batch_exists")[0]["first"])
+        device = engine.run(prompts)
+        engine.flush()
+        warm = engine.run(prompts)
+        for what, got in ("cold", cold), ("from the device", device), ("its own pages", warm):
+            if answers:
+                rig.equal(f"another {name}, {what}", answers, got)
+        # In bfloat16 it changes an answer how many tokens are computed together: as many as after a hit on the device.
+        rig.equal(f"another {name}, its own pages and those of the device", device, warm)
+        check_cached(rig, name, warm, prompts, "storage", more.get("page_size", PAGE))
+        engine.check_calls()
+        engine.leave()
+        rig.count("engines on one folder, none of which took another's page")
+    rig.check(len(asked) == 2, f"SGLang's own keys differ: {len(asked)} of {len(cases)}, so this shows nothing")
+    rig.show("different first keys that SGLang asked for", len(asked))
+
+
+def engines(rig):
+    """vLLM, kvport's engine and SGLang on one folder: none finds what another wrote, and each finds its own."""
+    _, connector, config = storage(rig, rig.folder / "blocks")
+    ours, theirs = [rig.prompts.cut("of SGLang", 300)], [rig.prompts.cut("of the others", 300)]
+    want_ours, want_theirs = rig.want(ours), rig.want(theirs)
+    whole = 300 // BLOCK  # pages or blocks of a prompt
+    first = SGLang(rig, "first", extra(connector, config), page_size=BLOCK)
+    rig.equal("SGLang", want_ours, first.run(ours))
+    first.leave()
+    written = len(find(rig.folder / "blocks"))
+    rig.check(written >= whole, f"SGLang wrote {written} pages, want {whole}")
+    by_vllm = by_the_vllm(rig, connector, config, ours + theirs, want_ours + want_theirs) - written
+    rig.check(by_vllm >= 2 * whole, f"vLLM wrote {by_vllm} blocks, want {2 * whole}")
+    by_serve = by_kvport_serve(rig, connector, config, ours + theirs, written + by_vllm + 2 * whole) - written - by_vllm
+    last = SGLang(rig, "last", extra(connector, config), page_size=BLOCK)
+    got = last.run(theirs)
+    rig.equal("SGLang afterwards", want_theirs, got)
+    rig.check(got[0].cached["storage"] == 0, f"SGLang took what others wrote: {got[0].cached}")
+    got = last.run(ours)
+    rig.equal("SGLang afterwards", want_ours, got)
+    check_cached(rig, "SGLang's own pages", got, ours, "storage", BLOCK)
+    last.check_calls()
+    last.stop()
+    rig.show("blocks in one folder, by SGLang, vLLM and kvport's engine", [written, by_vllm, by_serve])
+
+
+def by_the_vllm(rig, connector, config, prompts, want):
+    """Run prompts on vLLM, which must find nothing of another's, and then its own; how many files there are then."""
+    vllm = VLLM(rig, "vllm", kv=kvport(connector, config), engine={"block_size": BLOCK})
+    rig.equal("vLLM", want, [vllm.run(p, TOKENS) for p in prompts])
+    rig.check(vllm.external() == 0, f"vLLM took {vllm.external()} tokens of SGLang's")
+    vllm.settle(rig.prompts.cut("nudge", 20))
+    files = len(find(rig.folder / "blocks"))
+    vllm.reset()
+    rig.equal("vLLM again", want, [vllm.run(p, TOKENS) for p in prompts])
+    rig.check(vllm.external() > 0, "vLLM does not find its own blocks either, so this shows nothing")
+    rig.show("tokens of its own that vLLM found", vllm.external())
+    vllm.stop()
+    return files
+
+
+def by_kvport_serve(rig, connector, config, prompts, least):
+    """Ask kvport's engine, which must find nothing of another's; wait for so many files, and give their number."""
+    inner = json.dumps({"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": config})
+
+    def start(name):
+        port = free_port()
+        return Server(rig, name, [str(ROOT / "bin" / "kvport"), "serve", "--model", str(rig.gguf), "--served-model-name", "m", "--dtype", "f32", "--port",
+                                  str(port), "--num-blocks", "256", "--block-size", str(BLOCK), "--kv-transfer-config", inner], port)
+
+    def cached(engine, prompt):
+        status, answer = engine.complete(prompt, 8)
+        rig.check(status == 200, f"kvport's engine answered {status}: {answer}")
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    own = start("serve")
+    for prompt in prompts:
+        rig.check((n := cached(own, prompt)) == 0, f"kvport's engine took {n} tokens of others")
+    rig.until(lambda: len(find(rig.folder / "blocks")) >= least, f"{least} files once kvport's engine has stored its blocks")
+    own.stop()
+    files = len(find(rig.folder / "blocks"))
+    own = start("serve-again")
+    rig.check((n := cached(own, prompts[0])) > 0, "kvport's engine does not find its own blocks either, so this shows nothing")
+    rig.show("tokens of its own that kvport's engine found", n)
+    own.stop()
+    return files
+
+
+def salted(rig):
+    """Salts are in SGLang's keys: a page of one is not found under another."""
+    prompts = [rig.prompts.cut("salted", 300)]
+    want = rig.want(prompts)
+    engine = rig.options.shared.kvport(rig)
+    for salt, hit in ("", False), ("a", False), ("b", False), ("a", True), ("", True):
+        got = engine.run(prompts, salt=salt)
+        rig.equal(f"salt {salt!r}", want, got)
+        rig.check((got[0].cached["storage"] > 0) == hit, f"salt {salt!r}: {got[0].cached} cached")
+        rig.count("hits with a salt that was used before" if hit else "misses with a new salt")
+        engine.flush()
+    engine.check_calls()
+
+
+def refused(rig):
+    """A mistake in the config ends the start before the model loads."""
+    _, connector, config = storage(rig, rig.folder / "blocks")
+    bad = extra(connector, config)
+    bad["kv_transfer_config"]["kv_connector"] += "s"
+    try:
+        SGLang(rig, "bad", bad)
+    except Failed:
+        text = (rig.folder / "bad.log").read_text(encoding="utf-8", errors="replace")
+    else:
+        raise Failed("an engine with an unknown connector started")
+    rig.check(rig.processes[-1].process.wait(30) != 0, "the engine ended as if nothing was wrong")
+    rig.check("kv_transfer_config: " in text, "the error does not name the field:\n" + tail(rig.folder / "bad.log"))
+    rig.check("Load weight" not in text, "the model was loaded first")
+    said = next(t for t in text.splitlines() if "kv_transfer_config: " in t)
+    rig.notes.append(said[said.index("kv_transfer_config: "):][:300])
+    rig.count("mistakes found before the model loads")
+
+

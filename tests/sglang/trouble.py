@@ -1,0 +1,324 @@
+"""Lines about stores that fail, processes that die, and time."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from connectors import Valkey, line, storage, storage_plugin
+from connectors import setups as every
+from faults import PATIENT as BREAKER
+from faults import meet, moved, process
+from relay import FROM_SERVER, TO_SERVER, Relay
+from rig import Failed
+from served import PAGE, PATIENT, SGLang, check_cached, extra, full
+
+GRACE = 1.0  # seconds after its deadline by which a call has certainly ended
+SLACK = 2.0  # seconds for what the lateness of sleeps does not show: other processes of the engine wait for a processor, too
+METHODS = {"exists": ("batch_exists",), "get": ("batch_get_v1", "batch_get"), "put": ("batch_set_v1", "batch_set")}
+
+
+def in_time(rig, engine, settings):
+    """Check that every call has ended by its deadline, and show the longest of each kind."""
+    engine.check_calls()
+    for kind, methods in METHODS.items():
+        deadline, rows = settings[f"{kind}_ms"] / 1000, engine.calls(*methods)
+        longest = max((r["seconds"] for r in rows), default=0.0)
+        rig.show(f"{engine.name}: longest of {len(rows)} {kind}, deadline {deadline:.0f} s", f"{longest:.2f} s")
+        late = [r for r in rows if r["seconds"] > deadline + GRACE + SLACK + r["late"]]
+        rig.check(not late, f"{engine.name}: {kind} ended after its deadline of {deadline:.0f} s: {late}")
+
+
+def rounds(rig):
+    """What is done in each round: (victim, signal)."""
+    n = rig.options.kills
+    out = [("plugin", signal.SIGSTOP if i % 4 == 3 else signal.SIGKILL) for i in range(n)]
+    out += [("agent", signal.SIGKILL)] * max(1, n // 6)
+    random.Random(rig.options.seed).shuffle(out)
+    return out
+
+
+def kills(rig):
+    """Kill and stop the plugin and kill the agent while pages are loaded."""
+    _, connector, config = storage(rig, rig.folder / "blocks")
+    settings = {"exists_ms": 5_000, "get_ms": 10_000, "put_ms": 10_000}
+    engine = SGLang(rig, "engine", extra(connector, config, settings, BREAKER))
+    prompts = rig.prompts.set("killed", [700, 600, 500])
+    want = rig.want(prompts)
+    rig.equal("cold", want, engine.run(prompts))
+    rng, todo = random.Random(rig.options.seed), rounds(rig)
+    for at, (victim, signum) in enumerate(todo):
+        if at % 5 == 0:
+            rig.say(f"{at} of {len(todo)} rounds")
+        engine.flush()
+        word = "agent" if victim == "agent" else storage_plugin()
+        plugin, pid = process(engine, storage_plugin()), process(engine, word)
+        rig.check(bool(plugin and pid), f"no {victim} is running: {engine.kin()}")
+        before = moved(plugin)
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(engine.run, prompts, timeout=300)
+            met = meet(plugin, before, 10)
+            time.sleep(rng.uniform(0, 0.01))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+                rig.count(f"{victim} {signum.name}")
+            rig.count("that met a load", int(met))
+        rig.equal(f"{victim} {signum.name}", want, answers.result())
+        recover(rig, engine, prompts[2], want[2], word, pid)
+    rig.check(engine.alive(), "SGLang has ended")
+    met, agents = rig.counts["that met a load"], sum(victim == "agent" for victim, _ in todo)
+    rig.check(met >= 0.8 * len(todo), f"only {met} of {len(todo)} met a load")
+    rig.check((lost := engine.number("kvport_sglang_agents_lost_total")) == agents, f"{lost} agents have ended, {agents} were killed")
+    failed = sum(engine.number(f"kvport_sglang_get_{how}_pages_total") for how in ("failed", "unanswered", "late"))
+    rig.check(failed > 0, "no page of a get has failed")
+    rig.show("pages of gets that failed", failed)
+    in_time(rig, engine, settings)
+    engine.stop()
+
+
+def recover(rig, engine, prompt, want, word, pid):
+    """Wait until a successor serves hits again."""
+    end = time.monotonic() + 120
+    while True:
+        engine.flush()
+        got = engine.run([prompt])
+        rig.equal("afterwards", [want], got)
+        if got[0].cached["storage"] >= full(prompt) and process(engine, word) not in (0, pid):
+            rig.count("recoveries shown by a hit")
+            return
+        rig.check(time.monotonic() < end, f"no hit within 120 s after {word} {pid} was ended")
+
+
+def remote(connected):
+    """The connector and config that need a server and nothing else, with that server's address."""
+    found = [s for s in every()[0] if line("sglang")(s) and re.findall("@[A-Z]+@", json.dumps(s.config)) == ["@SERVER@"]]
+    if len(found) != 1:
+        raise Failed(f"{len(found)} setups need a server only")
+    return found[0].connector, json.loads(json.dumps(found[0].config).replace("@SERVER@", connected))
+
+
+def store(rig):
+    """A store that is away, slow, hung and full, under each policy."""
+    policies = "wait_complete", "timeout", "best_effort"
+    rig.want([p for policy in policies for p in prompts(rig, policy)])  # all at once
+    for policy in policies:
+        case = Case(rig, policy)
+        case.away()
+        case.slow()
+        if policy != "best_effort":  # which gets nothing while the engine is idle
+            case.hung_get()
+        case.hung_put()
+        case.hung()
+        case.full()
+        in_time(rig, case.engine, case.SETTINGS)
+        case.engine.stop()
+        case.relay.stop()
+        rig.count("policies")
+
+
+def prompts(rig, policy):
+    """What is asked under a policy: the first prompt, the one that is asked again and again, and one that is stored while the store hangs."""
+    return [rig.prompts.cut("warm", 40), rig.prompts.cut("store", 300), rig.prompts.cut(f"put {policy}", 300)]
+
+
+class Case:
+    """One engine with one policy, and its store."""
+
+    SETTINGS = {"exists_ms": 9_000, "get_ms": 15_000, "put_ms": 15_000}
+    LATE = 4.0  # seconds by which a slow store answers late: less than each deadline
+    AMID = 1 << 19  # bytes after which a transfer is under way, and no page of it is over
+    SLOWER = 3  # times as long as before may a busy machine take to compute
+
+    def __init__(self, rig, policy):
+        self.rig, self.policy = rig, policy
+        self.server = Valkey(rig, rig.folder / f"valkey-{policy}")
+        self.relay = Relay(self.server.address)
+        connector, config = remote(self.relay.address)
+        config["timeout_ms"] = 60_000  # of the connector: the deadlines that count here are those of this package
+        self.warm, *self.prompts, self.fresh = prompts(rig, policy)
+        self.pages = full(self.prompts[0]) // PAGE
+        self.want = rig.want(self.prompts)
+        self.engine = SGLang(rig, policy, extra(connector, config, self.SETTINGS, {**PATIENT, **BREAKER}), hicache_storage_prefetch_policy=policy)
+        self.alone, self.since = 0.0, 0
+
+    def waits(self):
+        """Seconds that a request may wait for the store: SGLang's policy and our deadlines."""
+        exists, get = self.SETTINGS["exists_ms"] / 1000 + GRACE, self.SETTINGS["get_ms"] / 1000 + GRACE
+        # Under timeout SGLang's own time is 1 s and 0.25 s for each 1,024 tokens.
+        return {"wait_complete": exists + get, "timeout": exists + 1.25, "best_effort": 0.0}[self.policy]
+
+    def ask(self, what, prompts=None, want=None):
+        """Ask in trouble, and wait until everything has ended that this began; give the answer."""
+        self.since = len(self.engine.rows())
+        got = self.engine.run(prompts or self.prompts)
+        self.rig.equal(f"{self.policy}, store {what}", want or self.want, got)
+        self.engine.flush()
+        self.engine.settle()
+        self.rig.count("requests amid trouble")
+        self.rig.notes.append(f"{self.policy}, store {what}: answered in {got[0].seconds:.1f} s, {got[0].cached['storage']} tokens from the store")
+        if self.alone:
+            most = self.SLOWER * self.alone + self.waits() + SLACK + got[0].late
+            self.rig.check(got[0].seconds <= most, f"{self.policy}, store {what}: took {got[0].seconds:.1f} s, want at most {most:.1f}")
+        return got[0]
+
+    def ended(self, kind):
+        """The calls of a kind that have ended since the last request began."""
+        return [r for r in self.engine.rows()[self.since:] if "seconds" in r and r["method"] in METHODS[kind]]
+
+    def rows(self, kind):
+        """These calls, at least one; under best_effort an idle engine may ask for no page."""
+        rows = self.ended(kind)
+        self.rig.check(bool(rows) or (self.policy == "best_effort" and kind == "exists"), f"{self.policy}: SGLang has not called {kind}")
+        return rows
+
+    def check(self, what, kind, right):
+        """Check every call of a kind since the last request began."""
+        wrong = [r for r in self.rows(kind) if not right(r)]
+        self.rig.check(not wrong, f"{self.policy}, store {what}: {kind} gave {wrong}")
+        self.rig.count(f"calls that met a store that is {what}", len(self.rows(kind)))
+
+    def counted(self, *names):
+        """The sum of some numbers of the backend's."""
+        return sum(self.engine.number(f"kvport_sglang_{name}_total") for name in names)
+
+    def away(self):
+        """Nobody listens, from the start on; then the store comes."""
+        self.rig.equal("the first", self.rig.want([self.warm]), self.engine.run([self.warm]))
+        seconds = [self.ask("away").seconds for _ in range(2)]
+        self.check("away", "exists", lambda r: r["done"] == 0)
+        self.check("away", "put", lambda r: r["done"] == 0)
+        self.alone = max(seconds)
+        self.relay.come()
+        self.comes_back()
+
+    def slow(self):
+        """Every answer comes 4 s late, which is before the deadlines: pages are found, and come."""
+        with self.relay.slow(self.LATE):
+            got = self.ask("slow")
+        self.check("slow", "exists", lambda r: r["seconds"] >= self.LATE and r["done"] == self.pages)
+        if self.policy == "wait_complete":
+            self.check("slow", "get", lambda r: r["seconds"] >= self.LATE and r["done"] == self.pages)
+            self.rig.check(got.cached["storage"] == full(self.prompts[0]), f"a slow store gave {got.cached}")
+        self.comes_back()
+
+    def hung_get(self):
+        """It hangs once a part of the pages has come."""
+        before = self.counted("get_late_pages", "get_failed_pages", "get_unanswered_pages")
+        with self.relay.hung(FROM_SERVER, self.AMID):
+            self.ask("hung amid a get")
+            self.rig.check(self.relay.hangs, "no get was under way")
+        self.check("hung amid a get", "exists", lambda r: r["done"] == self.pages)
+        self.check("hung amid a get", "get", lambda r: r["done"] < self.pages and r["seconds"] >= 0.9 * self.SETTINGS["get_ms"] / 1000)
+        self.rig.check(self.counted("get_late_pages", "get_failed_pages", "get_unanswered_pages") > before, "no page of a get is counted as late or failed")
+        self.comes_back()
+
+    def hung_put(self):
+        """It hangs once a part of other pages has gone."""
+        before = self.counted("put_late_pages", "put_failed_pages", "put_unanswered_pages")
+        with self.relay.hung(TO_SERVER, self.AMID):
+            self.ask("hung amid a put", [self.fresh], self.rig.want([self.fresh]))
+            self.rig.check(self.relay.hangs, "no put was under way")
+        self.check("hung amid a put", "put", lambda r: r["done"] == 0)
+        longest = max(r["seconds"] for r in self.rows("put"))
+        self.rig.check(longest >= 0.9 * self.SETTINGS["put_ms"] / 1000, f"no put came to its deadline: the longest took {longest:.1f} s")
+        self.rig.check(self.counted("put_late_pages", "put_failed_pages", "put_unanswered_pages") > before, "no page of a put is counted as late or failed")
+        self.comes_back()
+
+    def hung(self):
+        """It answers nothing."""
+        before = self.counted("exists_late", "exists_unanswered")
+        with self.relay.hung():
+            self.ask("hung")
+        self.check("hung", "exists", lambda r: r["done"] == 0)
+        self.check("hung", "put", lambda r: r["done"] == 0)
+        if asked := self.rows("exists"):
+            longest = max(r["seconds"] for r in asked)
+            self.rig.check(longest >= 0.9 * self.SETTINGS["exists_ms"] / 1000, f"no question came to its deadline: the longest took {longest:.1f} s")
+            self.rig.check(self.counted("exists_late", "exists_unanswered") > before, "no question is counted as late")
+        self.comes_back()
+
+    def full(self):
+        """It is empty and refuses everything."""
+        self.order("CONFIG SET maxmemory 1")
+        self.order("FLUSHALL")
+        self.ask("full")
+        self.check("full", "exists", lambda r: r["done"] == 0)
+        self.check("full", "put", lambda r: r["done"] == 0)
+        self.order("CONFIG SET maxmemory 0")
+        self.comes_back()
+
+    def order(self, words):
+        """Have the server do something, past the relay."""
+        host, port = self.server.address.split(":")
+        with socket.create_connection((host, int(port)), 10) as s:
+            s.sendall((words + "\r\n").encode())
+            answer = s.recv(4096)
+        self.rig.check(answer == b"+OK\r\n", f"{words}: the server answers {answer!r}")
+
+    def comes_back(self):
+        """Store again, and find again. Under best_effort SGLang takes pages only if it must wait anyway, and an idle engine may not even ask."""
+        end = time.monotonic() + 180
+        while True:
+            self.since = len(self.engine.rows())
+            got = self.engine.run(self.prompts)
+            self.rig.equal(f"{self.policy}, store back", self.want, got)
+            self.engine.flush()
+            self.engine.settle()
+            found = max((r["done"] for kind in ("exists", "put") for r in self.ended(kind)), default=0)
+            if got[0].cached["storage"] == full(self.prompts[0]) or (self.policy == "best_effort" and found > 0):
+                self.rig.count("times that the store was back")
+                return
+            self.rig.check(time.monotonic() < end, f"{self.policy}: the store is not found again: {got[0].cached}, {found} pages are there")
+
+
+def took(engine, since, part, pages):
+    """Seconds of one kind of call since the log had that many rows, of at least that many keys."""
+    rows = [r for r in engine.calls()[since:] if r["method"] in METHODS[part]]
+    if sum(r["keys"] for r in rows) < pages:
+        raise Failed(f"{engine.name}: {part} of {sum(r['keys'] for r in rows)} pages, want {pages}: {rows}")
+    return sum(r["seconds"] for r in rows)
+
+
+def times(rig):
+    """The same prompts in turn to kvport and to SGLang's own file backend."""
+    prompts = {(turn, pages): rig.prompts.cut(f"time {turn} {pages}", pages * PAGE + 1) for turn in range(rig.options.pairs + 1) for pages in (18, 180)}
+    answers = {key: [answer] for key, answer in zip(prompts, rig.want(list(prompts.values()), tokens=1), strict=True)}
+    engines = {"kvport": rig.options.shared.kvport(rig), "file": rig.options.shared.file(rig)}
+    seconds = {(name, pages, part): [] for name in engines for pages in (18, 180) for part in METHODS}
+    for turn in range(rig.options.pairs + 1):
+        for pages in 18, 180:
+            prompt = prompts[turn, pages]
+            want = answers[turn, pages]
+            for name in sorted(engines, reverse=turn % 2 == 0):  # each is the first one as often
+                engine = engines[name]
+                engine.flush()
+                since = len(engine.calls())
+                rig.equal(name, want, engine.run([prompt], 1))
+                engine.flush()  # once everything is stored
+                put = took(engine, since, "put", pages)
+                since = len(engine.calls())
+                got = engine.run([prompt], 1)
+                rig.equal(name, want, got)
+                check_cached(rig, name, got, [prompt], "storage")
+                values = {"put": put, "get": took(engine, since, "get", pages), "exists": took(engine, since, "exists", pages)}
+                if turn:  # the first warms everything up
+                    for part, value in values.items():
+                        seconds[name, pages, part].append(value)
+    for pages in 18, 180:
+        for part in METHODS:
+            ours, own = (sorted(s * 1e3 for s in seconds[name, pages, part]) for name in ("kvport", "file"))
+            ratio = statistics.median(ours) / statistics.median(own)
+            rig.show(f"{part} of {pages} pages", f"{spread(ours)}, SGLang's own file backend {spread(own)}, ratio {ratio:.2f}")
+    for engine in engines.values():
+        engine.check_calls()
+
+
+def spread(values):
+    """The median with the least and the most."""
+    return f"{statistics.median(values):.1f} ms ({values[0]:.1f} to {values[-1]:.1f})"
