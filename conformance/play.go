@@ -216,10 +216,7 @@ func (p *player) restart(dead bool) error {
 func (p *player) kill(after time.Duration) error {
 	process := p.engine.inst.Process
 	p.engine.inst.killed = true
-	select {
-	case <-time.After(after):
-	case <-p.Context().Done():
-	}
+	p.wait(after)
 	if err := syscall.Kill(process.PID(), syscall.SIGKILL); err != nil {
 		return fmt.Errorf("kill: %w", err)
 	}
@@ -276,13 +273,11 @@ func (p *player) call(c *model.Call, m *moving) model.Result {
 	case model.Kill:
 		return model.Result{Err: p.kill(c.Cancel)}
 	case model.Wait:
-		select {
-		case <-time.After(c.Cancel):
-		case <-p.Context().Done():
-		}
+		p.wait(c.Cancel)
 		return model.Result{}
 	case model.Save, model.Load, model.Match, model.Reset:
 	}
+	p.wait(c.After)
 	ctx, cancel := context.WithCancel(p.Context())
 	defer cancel()
 	switch {
@@ -307,6 +302,17 @@ func (p *player) call(c *model.Call, m *moving) model.Result {
 		done <- res
 	}()
 	return p.returned(ctx, done)
+}
+
+// wait lets time pass, unless the case ends.
+func (r *rig) wait(d time.Duration) {
+	if d <= 0 {
+		return
+	}
+	select {
+	case <-time.After(d):
+	case <-r.Context().Done():
+	}
 }
 
 // patient is how long a call may take that nobody cancels.

@@ -189,6 +189,9 @@ func (t *theatre) steps(h *model.History, wait time.Duration) *failure {
 		if v != nil && v.Short {
 			v = t.askAgain(step, &outcomes[len(outcomes)-1], v, began)
 		}
+		if v != nil && v.Declined {
+			v = t.saveAgain(step, &outcomes[len(outcomes)-1])
+		}
 		if v != nil {
 			t.excuse(v, began)
 			return &failure{violation: v, outcomes: outcomes}
@@ -199,7 +202,7 @@ func (t *theatre) steps(h *model.History, wait time.Duration) *failure {
 		t.waited += wait
 	}
 	if wait > 0 {
-		t.pause(wait)
+		t.wait(wait)
 	}
 	for _, p := range t.stage.players {
 		if strays := p.strays(nil); len(strays) > 0 {
@@ -221,7 +224,7 @@ func (t *theatre) askAgain(step model.Step, o *model.Outcome, v *model.Violation
 		limit = 5 * askAgain
 	}
 	p := t.stage.players[c.Engine]
-	for w := t.patience(limit); !w.over(); t.pause(askAgain) {
+	for w := t.patience(limit); !w.over(); t.wait(askAgain) {
 		if t.Context().Err() != nil {
 			return v
 		}
@@ -240,18 +243,25 @@ func (t *theatre) askAgain(step model.Step, o *model.Outcome, v *model.Violation
 	return v
 }
 
+// offers is how often a block is saved before it is said to be declined: options may ask for more than one offer (OFF-08).
+const offers = 8
+
+// saveAgain saves again what was declined.
+func (t *theatre) saveAgain(step model.Step, o *model.Outcome) (v *model.Violation) {
+	for range offers {
+		*o = t.stage.do(step)
+		if v = t.judge.Step(step, o); v == nil || !v.Declined {
+			return v
+		}
+	}
+	return v
+}
+
 // excuse ends the case without a verdict where the machine explains what failed.
 func (t *theatre) excuse(v *model.Violation, began time.Time) {
 	if (v.Rule == "WORK-07" || t.Context().Err() != nil) && t.watched().busy(began) {
 		t.drop()
 		t.inconclusive("%s; the machine was busy", v.Text)
-	}
-}
-
-func (t *theatre) pause(d time.Duration) {
-	select {
-	case <-time.After(d):
-	case <-t.Context().Done():
 	}
 }
 

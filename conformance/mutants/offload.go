@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -303,7 +304,7 @@ func (s *tiered) put(it connector.Item, mine []connector.StoreKey) error {
 	}
 	s.memory[it.Key] = b
 	if s.c.DiskPath != "" && s.fault != "no spill" {
-		s.write(it.Key, b)
+		s.write(it.Key, b, mine)
 	}
 	return nil
 }
@@ -331,8 +332,8 @@ func (s *tiered) room(but []connector.StoreKey) bool {
 	return true
 }
 
-// write puts a block on disk, within the bound.
-func (s *tiered) write(k connector.StoreKey, b *kept) {
+// write puts a block on disk, within the bound, unless that would take the only copy of the given ones.
+func (s *tiered) write(k connector.StoreKey, b *kept, but []connector.StoreKey) {
 	var until int64
 	if !b.until.IsZero() {
 		until = b.until.UnixMilli()
@@ -341,11 +342,18 @@ func (s *tiered) write(k connector.StoreKey, b *kept) {
 	sum := sha256.Sum256(body)
 	size := int64(len(sum) + len(body))
 	if i := slices.Index(s.files, k); i >= 0 {
+		_ = os.Remove(s.path(k))
 		s.files = slices.Delete(s.files, i, i+1)
 	}
 	for s.fault != "disk unbounded" && len(s.files) > 0 && int64(len(s.files)+1)*size > s.c.DiskBytes {
-		_ = os.Remove(s.path(s.files[0]))
-		s.files = s.files[1:]
+		i := slices.IndexFunc(s.files, func(k connector.StoreKey) bool {
+			return s.memory[k] != nil || s.fault == "disk own" || !slices.Contains(but, k)
+		})
+		if i < 0 {
+			return
+		}
+		_ = os.Remove(s.path(s.files[i]))
+		s.files = slices.Delete(s.files, i, i+1)
 	}
 	if os.WriteFile(s.path(k), append(sum[:], body...), 0o600) == nil {
 		s.files = append(s.files, k)
@@ -377,10 +385,12 @@ func (s *tiered) Close() error { return nil }
 
 // boundedFaults are about what options bound; no case of tiers notices them.
 func boundedFaults() (out []Unseen) {
+	const withDisk = `{"num_cpu_blocks":64,"disk_path":"@TMP@/tier","disk_bytes":65536}`
 	for _, f := range []struct {
 		name, fault string
 		rules       []string
 	}{
+		{"a disk tier that gives up what the same save acknowledged", "disk own", []string{"OFF-05"}},
 		{"a tier that makes room once for each save", "first room", []string{"OFF-02"}},
 		{"a quota that counts what was given up", "spent", []string{"OFF-05"}},
 		{"a quota that a reset does not give back", "reset spent", []string{"OFF-05"}},
@@ -389,8 +399,12 @@ func boundedFaults() (out []Unseen) {
 		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
 		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},
 	} {
+		config := `{"num_cpu_blocks":64}`
+		if strings.HasPrefix(f.name, "a disk") {
+			config = withDisk
+		}
 		out = append(out, Unseen{Class: bounds, Rules: f.rules, Mutant: Mutant{
-			Name: f.name, Case: "random-bounded", Config: `{"num_cpu_blocks":64}`, Plugin: func() connector.Plugin { return Offload(f.fault) },
+			Name: f.name, Case: "random-bounded", Config: config, Plugin: func() connector.Plugin { return Offload(f.fault) },
 		}})
 	}
 	return out

@@ -3,6 +3,7 @@ package model
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 )
 
@@ -26,31 +27,28 @@ type Bounded struct{ Blocks, Tenant, Seconds bool }
 // waitSlack is how much later than its time a block may be found.
 const waitSlack = 200 * time.Millisecond
 
-// tenants are those whose blocks a bounded history saves.
-const tenants = 2
+// tenants are those whose blocks a bounded history saves. Those of three are more than all that is kept.
+const tenants = 4
+
+// The kinds of bounded histories, which come in turn.
+const (
+	inTurn  = iota // tenants save in turn, so that each is pushed out by the others
+	crowded        // blocks are loaded several times at once, while others push them out
+	mingled        // anything
+	timed          // the time of blocks ends
+	boundedKinds
+)
 
 // GenerateBounded makes history n of a seed for a connector whose options bound what it keeps: three times as much is saved, and
 // after each save the whole of it is looked for.
 func GenerateBounded(seed uint64, n int, b Bounded, o Options) *History {
-	g := &generator{Rand: rand.New(rand.NewPCG(seed, uint64(n)+1)), o: o, h: &History{}, latest: map[Key]int{}, stored: map[Key]bool{}, engines: 1} //nolint:gosec // n is not negative
-	g.o.Room, g.o.Twice = 1<<40, false
-	bounds := &Bounds{}
-	if b.Blocks {
-		bounds.Blocks = 6 + g.IntN(7)
-	}
-	if b.Tenant && n%2 == 0 {
-		bounds.Tenant = 4 + g.IntN(5)
-	}
-	if b.Seconds && n%4 == 3 {
-		bounds.Seconds = 1
-	}
-	segments := 1 + g.IntN(8)
-	g.h.Bounds = bounds
-	g.h.Shape = Shape{Ranks: 1, Slots: 64, Gaps: g.chance(3, 4), Groups: []Group{{Segments: segments, Bytes: int64(2<<10 + g.IntN(6<<10))}}}
-	g.batch = 16
-	for range 8 {
+	g := &generator{Rand: rand.New(rand.NewPCG(seed, uint64(n)+1)), o: o, class: (n + int(seed%boundedKinds)) % boundedKinds, h: &History{Bounds: &Bounds{}}, latest: map[Key]int{}, stored: map[Key]bool{}, engines: 1} //nolint:gosec // n is small and boundedKinds too
+	g.o.Room, g.o.Twice, g.batch = 1<<40, false, 16
+	g.bound(b)
+	g.h.Shape = Shape{Ranks: 1, Slots: 64, Gaps: g.chance(3, 4), Groups: []Group{{Segments: 1 + g.IntN(8), Bytes: int64(2<<10 + g.IntN(6<<10))}}}
+	for range 2 * tenants {
 		var p []Key
-		for range g.log(1, 6) {
+		for range g.promptLength() {
 			p = append(p, g.key())
 		}
 		g.prompt = append(g.prompt, p)
@@ -59,21 +57,55 @@ func GenerateBounded(seed uint64, n int, b Bounded, o Options) *History {
 	return g.h
 }
 
+// bound chooses the bounds of a history.
+func (g *generator) bound(b Bounded) {
+	bounds := g.h.Bounds
+	switch {
+	case b.Blocks && g.class == crowded:
+		bounds.Blocks = 2 + g.IntN(4)
+	case b.Blocks:
+		bounds.Blocks = 6 + g.IntN(7)
+	}
+	if b.Tenant && (g.class == inTurn || g.class == mingled && g.chance(1, 2)) {
+		bounds.Tenant = 4 + g.IntN(5)
+	}
+	if b.Seconds && g.class == timed {
+		bounds.Seconds = 1
+	}
+}
+
+// promptLength is how many blocks a prompt has. In a crowd one prompt pushes out all that is there; among anything, a part of a prompt may
+// be long gone when the whole of it is saved.
+func (g *generator) promptLength() int {
+	switch g.class {
+	case crowded:
+		return max(1, g.h.Bounds.Blocks-g.IntN(2))
+	case mingled:
+		return 1 + g.IntN(12)
+	}
+	return g.log(1, 6)
+}
+
 // boundedSteps makes saves and what may go on beside them, each followed by a look for everything.
 func (g *generator) boundedSteps() {
+	const turn = 3 // saves of a tenant in turn
 	bounds, waits := g.h.Bounds, 0
-	for range 10 + g.IntN(14) {
-		var step Step
-		switch n := g.IntN(12); {
-		case n == 0 && g.o.Reset:
+	for i := range 12 + g.IntN(14) {
+		n := g.IntN(len(g.prompt))
+		if g.class == inTurn {
+			n = i/turn%tenants + tenants*g.IntN(len(g.prompt)/tenants)
+		}
+		step := Step{g.tenantSave(n)}
+		switch roll := g.IntN(12); {
+		case (roll == 0 || roll == 1 && g.class == mingled) && g.o.Reset && g.class != inTurn:
 			step = Step{{Kind: Reset}}
-		case n < 3 && bounds.Seconds > 0 && waits < 3:
+		case roll < 3 && bounds.Seconds > 0 && waits < 3:
 			step = Step{{Kind: Wait, Cancel: (time.Duration(bounds.Seconds)*time.Second + waitSlack) / 2}}
 			waits++
-		case n < 8:
-			step = Step{g.tenantSave()}
-		default:
-			step = Step{g.tenantSave()}
+		case g.class == crowded && roll < 9:
+			g.h.Steps = append(g.h.Steps, step)
+			step = g.crowd(n)
+		case g.class != inTurn && roll >= 8:
 			for range 1 + g.IntN(3) {
 				var c Call
 				g.load(&c)
@@ -84,9 +116,24 @@ func (g *generator) boundedSteps() {
 	}
 }
 
+// crowd loads a prompt two or three times, each a little later than the one before, while others are saved.
+func (g *generator) crowd(n int) (step Step) {
+	const quarter = time.Millisecond / 4
+	at := time.Duration(0)
+	for range 2 + g.IntN(2) {
+		step = append(step, Call{Kind: Load, Keys: slices.Clone(g.prompt[n]), After: at})
+		at += time.Duration(1+g.IntN(8)) * quarter
+	}
+	for range 2 + g.IntN(3) {
+		c := g.tenantSave((n + 1 + g.IntN(len(g.prompt)-1)) % len(g.prompt))
+		c.After = time.Duration(g.IntN(40)) * quarter
+		step = append(step, c)
+	}
+	return step
+}
+
 // tenantSave saves a prompt, or a part of one, for the tenant to which it belongs.
-func (g *generator) tenantSave() Call {
-	n := g.IntN(len(g.prompt))
+func (g *generator) tenantSave(n int) Call {
 	all := g.prompt
 	g.prompt = all[n : n+1]
 	c := Call{}
@@ -144,7 +191,7 @@ func (b *bounded) declined(c *Call, res *Result, alone bool) *Violation {
 	}
 	return &Violation{
 		Rule: "OFF-05", Text: fmt.Sprintf("a save of %s failed, although the tenant would have %d of %d then: %v", count(len(unique(append([]Key{}, c.Keys...))), "block"), len(blocks), b.Fits, m.Err),
-		Allowed: "no error",
+		Allowed: "no error", Declined: true,
 	}
 }
 

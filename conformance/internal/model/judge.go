@@ -14,6 +14,7 @@ type Violation struct {
 	Call       int    // of the step
 	Allowed    string // what would have been right
 	Short      bool   // a Match offers less than it must: a connector may be late
+	Declined   bool   // a Save takes less than it must: a connector may want to be asked more often
 	Kind       string // violations of one kind are of one mistake, whatever rule each breaks; empty: the rule
 }
 

@@ -79,6 +79,7 @@ type Call struct {
 	Version int           // Save: which bytes the blocks have
 	Replace bool          // Save
 	Only    int           // Save: 1 plus the rank that alone saves; 0: all ranks
+	After   time.Duration // how long after the other calls of its step it begins
 	Cancel  time.Duration // the context ends so long after the call began; 0: never, below 0: before; Wait: how long
 	Queries []Query       // Match
 	Tenant  int           // Save: whose blocks they are; 0: nobody's

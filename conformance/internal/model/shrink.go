@@ -238,6 +238,7 @@ func (s *shrinker) simplifyCalls() {
 			c.Cancel = -1
 			return was
 		},
+		func(c *Call) bool { was := c.After != 0; c.After = 0; return was },
 		func(c *Call) bool { was := c.Tail; c.Tail = false; return was },
 		func(c *Call) bool { was := c.Replace; c.Replace = false; return was },
 		func(c *Call) bool { was := c.Only != 0; c.Only = 0; return was },

@@ -213,6 +213,7 @@ func (t *reporter) call(c *Call) string {
 		{c.Kind == Wait, fmt.Sprintf(" for %v", c.Cancel)},
 		{c.Only > 0, fmt.Sprintf(", only on rank %d", c.Only-1)},
 		{c.Engine > 0, ", engine 2"},
+		{c.After > 0, fmt.Sprintf(", %v later", c.After)},
 		{c.Cancel > 0 && c.Kind != Kill && c.Kind != Wait, fmt.Sprintf(", cancelled after %v", c.Cancel.Round(10*time.Microsecond))},
 		{c.Cancel < 0, ", cancelled before"},
 	} {
