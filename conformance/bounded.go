@@ -97,7 +97,7 @@ func (b *bounding) kinds() model.Bounded {
 // spare is what a connector may need of a bound in bytes for itself: in all, and for each block.
 const spare, spareEach = 16 << 10, 256
 
-// set gives the config with the bounds of a history, whose blocks have so many bytes, and what follows from them.
+// set gives the config with the bounds of a history, whose blocks have blockBytes bytes, and what follows from them.
 func (b *bounding) set(config json.RawMessage, of *model.Bounds, blockBytes int64) (json.RawMessage, model.Limits, error) {
 	all := map[string]json.RawMessage{}
 	if err := json.Unmarshal(config, &all); err != nil {

@@ -62,7 +62,7 @@ const (
 	Bidirectional Profile = "bidirectional"
 	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
 	Offload Profile = "offload"
-	// Bounded is a Store that keeps only so much, so long, or so much of each tenant, as options of its config say. Its schema declares
+	// Bounded is a Store of which options of the config limit how much it keeps, how long, or how much of each tenant. Its schema declares
 	// what they bound.
 	Bounded Profile = "bounded"
 	// LayerWise is a connector that saves blocks while their layers are computed.
@@ -119,7 +119,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), statCases(), eventCases(), layerCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

@@ -394,7 +394,7 @@ func boundedFaults() (out []Unseen) {
 		{"a tier that makes room once for each save", "first room", []string{"OFF-02"}},
 		{"a quota that counts what was given up", "spent", []string{"OFF-05"}},
 		{"a quota that a reset does not give back", "reset spent", []string{"OFF-05"}},
-		{"a time that begins anew with each load", "ttl again", []string{"OFF-10"}},
+		{"a time that begins again with each load", "ttl again", []string{"OFF-10"}},
 		{"a time that a load forgets", "ttl hot", []string{"OFF-10"}},
 		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
 		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},

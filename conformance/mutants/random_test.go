@@ -15,10 +15,16 @@ import (
 	"github.com/kvport/kvport/conformance/mutants"
 )
 
-// named are the cases that each look for one fault, of profiles that need no process.
+// named are the cases that each look for one fault, of the profiles of the connector that need no process.
 func named(m mutants.Unseen) (ids []string) {
 	for _, c := range conformance.Cases() {
 		of := func(p conformance.Profile) bool { return slices.Contains(c.Profiles, p) }
+		if m.Case == "random-holds" {
+			if c.ID != m.Case && (of(conformance.PDProducer) || of(conformance.PDConsumer)) {
+				ids = append(ids, c.ID)
+			}
+			continue
+		}
 		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups) || m.Config != "" && of(conformance.Offload)) {
 			ids = append(ids, c.ID)
 		}

@@ -89,7 +89,7 @@ func (g *generator) promptLength() int {
 // boundedSteps makes saves and what may go on beside them, each followed by a look for everything.
 func (g *generator) boundedSteps() {
 	const turn = 3 // saves of a tenant in turn
-	bounds, waits := g.h.Bounds, 0
+	waits := 0
 	for i := range 12 + g.IntN(14) {
 		n := g.IntN(len(g.prompt))
 		if g.class == inTurn {
@@ -97,23 +97,30 @@ func (g *generator) boundedSteps() {
 		}
 		step := Step{g.tenantSave(n)}
 		switch roll := g.IntN(12); {
-		case (roll == 0 || roll == 1 && g.class == mingled) && g.o.Reset && g.class != inTurn:
+		case g.class == inTurn:
+		case g.o.Reset && (roll == 0 || roll == 1 && g.class == mingled):
 			step = Step{{Kind: Reset}}
-		case roll < 3 && bounds.Seconds > 0 && waits < 3:
-			step = Step{{Kind: Wait, Cancel: (time.Duration(bounds.Seconds)*time.Second + waitSlack) / 2}}
+		case roll < 3 && g.h.Bounds.Seconds > 0 && waits < 3:
+			step = Step{{Kind: Wait, Cancel: (time.Duration(g.h.Bounds.Seconds)*time.Second + waitSlack) / 2}}
 			waits++
 		case g.class == crowded && roll < 9:
 			g.h.Steps = append(g.h.Steps, step)
 			step = g.crowd(n)
-		case g.class != inTurn && roll >= 8:
-			for range 1 + g.IntN(3) {
-				var c Call
-				g.load(&c)
-				step = append(step, c)
-			}
+		case roll >= 8:
+			step = g.withLoads(step)
 		}
 		g.h.Steps = append(g.h.Steps, step, Step{g.census()})
 	}
+}
+
+// withLoads adds loads of anything to a step.
+func (g *generator) withLoads(step Step) Step {
+	for range 1 + g.IntN(3) {
+		var c Call
+		g.load(&c)
+		step = append(step, c)
+	}
+	return step
 }
 
 // crowd loads a prompt two or three times, each a little later than the one before, while others are saved.
@@ -164,7 +171,7 @@ type bounded struct {
 	held   map[Key]bool // keys that may be there
 }
 
-// Bound has the judge judge a connector that may forget whatever it likes, except what it has just acknowledged, and that must not have more
+// Bound says that the connector may forget whatever it likes, except what it has just acknowledged, and must not have more
 // than the limits.
 func (j *Judge) Bound(l Limits) {
 	j.room = -1

@@ -112,7 +112,7 @@ func (s *store) call(c *Call, r *Result) {
 	case Reset:
 		clear(s.blocks)
 		r.Emptied = true
-	case Reopen, Restart, Kill:
+	case Reopen, Restart, Wait, Kill:
 	}
 }
 

@@ -59,7 +59,7 @@ func (j *Judge) expire(waited time.Duration) {
 func (j *Judge) noteSave(p place, versions uint64, d *during) {
 	s := j.at(p)
 	was, acked := s.sure, d.ok[p] != 0
-	s.age = 0 // a save of what is stored may begin its time anew
+	s.age = 0 // a save of what is stored may begin its time again
 	switch {
 	case d.okR[p] != 0 && !d.reset:
 		s.versions = versions
