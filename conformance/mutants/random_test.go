@@ -1,6 +1,7 @@
 package mutants_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"os"
 	"slices"
@@ -14,15 +15,28 @@ import (
 	"github.com/kvport/kvport/conformance/mutants"
 )
 
-// named are the cases that each look for one fault, of profiles that need no process.
-func named() (ids []string) {
+// named are the cases that each look for one fault, of the profiles of the connector that need no process.
+func named(m mutants.Unseen) (ids []string) {
 	for _, c := range conformance.Cases() {
 		of := func(p conformance.Profile) bool { return slices.Contains(c.Profiles, p) }
-		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups)) {
+		if m.Case == "random-holds" {
+			if c.ID != m.Case && (of(conformance.PDProducer) || of(conformance.PDConsumer)) {
+				ids = append(ids, c.ID)
+			}
+			continue
+		}
+		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups) || m.Config != "" && of(conformance.Offload)) {
 			ids = append(ids, c.ID)
 		}
 	}
 	return ids
+}
+
+func configOf(m mutants.Mutant) json.RawMessage {
+	if m.Config == "" {
+		return nil
+	}
+	return json.RawMessage(m.Config)
 }
 
 // What no case looks for is found by random histories, and the report names the rule and shows a short history.
@@ -40,8 +54,8 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 			if m.Racy {
 				start = conformance.Wire // a data race by definition, which the race detector does not see through the protocol
 			}
-			maker := func() (conformance.Harness, error) { return start(m.Plugin(), nil)() } // each with a store of its own
-			for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(), Seed: 7}) {
+			maker := func() (conformance.Harness, error) { return start(m.Plugin(), configOf(m.Mutant))() } // each with a store of its own
+			for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(m), Seed: 7}) {
 				require.NotEqual(t, conformance.Fail, r.Status, "%s finds it: %v", r.ID, r.Log)
 			}
 			var r conformance.Result
