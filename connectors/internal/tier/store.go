@@ -240,6 +240,7 @@ func (s *Store) Used(slots []uint32) {
 		}
 		s.memory.pins.loaded(s.memory.index, id, k)
 		s.writeBehind(k, id)
+		s.memory.index.Release(id)
 	}
 }
 
