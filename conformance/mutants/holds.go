@@ -10,7 +10,6 @@ func holdFaults() (out []Unseen) {
 	}{
 		{"a hold that ends with another whose prompt begins alike", pdFaults{endsAlike: true}, arrives},
 		{"a hold that ends when a request is aborted whose prompt begins alike", pdFaults{abortsAlike: true}, arrives},
-		{"a lease whose end takes the hold after the next one along", pdFaults{reapsOther: true}, arrives},
 		{"sixteen numbers for holds", pdFaults{sixteen: true}, append(arrives, "HOLD-02")},
 		{"one report for holds that end at about the same time", pdFaults{reportsOne: true}, []string{"PD-04"}},
 	} {

@@ -385,7 +385,7 @@ func (s *tiered) Close() error { return nil }
 
 // boundedFaults are about what options bound; no case of tiers notices them.
 func boundedFaults() (out []Unseen) {
-	const withDisk = `{"num_cpu_blocks":64,"disk_path":"@TMP@/tier","disk_bytes":65536}`
+	const withDisk = `{"num_cpu_blocks":4000,"disk_path":"@TMP@/tier","disk_bytes":65536}`
 	for _, f := range []struct {
 		name, fault string
 		rules       []string
@@ -399,7 +399,7 @@ func boundedFaults() (out []Unseen) {
 		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
 		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},
 	} {
-		config := `{"num_cpu_blocks":64}`
+		config := `{"num_cpu_blocks":4000}` // named cases have large batches
 		if strings.HasPrefix(f.name, "a disk") {
 			config = withDisk
 		}

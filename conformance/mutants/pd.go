@@ -211,9 +211,6 @@ func (n *pdNode) find(q *pdQuestion) *pdHold {
 		return h
 	}
 	delete(n.holds, q.Hold)
-	if n.reapsOther {
-		delete(n.holds, q.Hold+2)
-	}
 	return nil
 }
 
