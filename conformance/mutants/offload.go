@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -208,6 +207,9 @@ func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
 func (s *tiered) loaded(k connector.StoreKey, b *kept, data []byte) []byte {
 	switch s.fault {
 	case "ttl again":
+		if s.c.TTL == 0 {
+			break
+		}
 		b.until = time.Now().Add(time.Duration(s.c.TTL) * time.Second)
 	case "ttl hot":
 		b.until = time.Time{}
@@ -347,7 +349,7 @@ func (s *tiered) write(k connector.StoreKey, b *kept, but []connector.StoreKey) 
 	}
 	for s.fault != "disk unbounded" && len(s.files) > 0 && int64(len(s.files)+1)*size > s.c.DiskBytes {
 		i := slices.IndexFunc(s.files, func(k connector.StoreKey) bool {
-			return s.memory[k] != nil || s.fault == "disk own" || !slices.Contains(but, k)
+			return s.memory[k] != nil || !slices.Contains(but, k)
 		})
 		if i < 0 {
 			return
@@ -385,12 +387,10 @@ func (s *tiered) Close() error { return nil }
 
 // boundedFaults are about what options bound; no case of tiers notices them.
 func boundedFaults() (out []Unseen) {
-	const withDisk = `{"num_cpu_blocks":4000,"disk_path":"@TMP@/tier","disk_bytes":65536}`
 	for _, f := range []struct {
 		name, fault string
 		rules       []string
 	}{
-		{"a disk tier that gives up what the same save acknowledged", "disk own", []string{"OFF-05"}},
 		{"a tier that makes room once for each save", "first room", []string{"OFF-02"}},
 		{"a quota that counts what was given up", "spent", []string{"OFF-05"}},
 		{"a quota that a reset does not give back", "reset spent", []string{"OFF-05"}},
@@ -399,10 +399,7 @@ func boundedFaults() (out []Unseen) {
 		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
 		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},
 	} {
-		config := `{"num_cpu_blocks":4000}` // named cases have large batches
-		if strings.HasPrefix(f.name, "a disk") {
-			config = withDisk
-		}
+		const config = `{"num_cpu_blocks":4000}` // named cases have large batches
 		out = append(out, Unseen{Class: bounds, Rules: f.rules, Mutant: Mutant{
 			Name: f.name, Case: "random-bounded", Config: config, Plugin: func() connector.Plugin { return Offload(f.fault) },
 		}})
