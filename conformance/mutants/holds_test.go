@@ -3,9 +3,7 @@ package mutants_test
 import (
 	"encoding/json"
 	"os"
-	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -35,20 +33,4 @@ func TestRandomHistoriesOfRightPairs(t *testing.T) {
 }
 
 // What holds do to other holds is found, with the rule that says so.
-func TestHoldFaults(t *testing.T) {
-	for _, m := range mutants.RandomlyFound() {
-		if m.Case != "random-holds" {
-			continue
-		}
-		t.Run(m.Name, func(t *testing.T) {
-			var r conformance.Result
-			for seed := uint64(1); seed < 12 && r.Status != conformance.Fail; seed++ {
-				o := conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: 4900 * time.Millisecond}
-				r = conformance.Check(t.Context(), conformance.InProcess(m.Plugin(), configOf(m.Mutant)), o)[0]
-			}
-			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
-			t.Log(r.Took.Round(1e6), r.Log[0], "\n   "+strings.Join(r.Transcript, "\n   "))
-			require.Contains(t, m.Rules, r.Rule)
-		})
-	}
-}
+func TestHoldFaults(t *testing.T) { faultsAreFound(t, "random-holds") }

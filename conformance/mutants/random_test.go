@@ -39,6 +39,26 @@ func configOf(m mutants.Mutant) json.RawMessage {
 	return json.RawMessage(m.Config)
 }
 
+// faultsAreFound plays random histories of one case against each wrong connector that only they find, and expects the rule that says so.
+func faultsAreFound(t *testing.T, caseID string) {
+	t.Helper()
+	for _, m := range mutants.RandomlyFound() {
+		if m.Case != caseID {
+			continue
+		}
+		t.Run(m.Name, func(t *testing.T) {
+			var r conformance.Result
+			for seed := uint64(1); seed < 12 && r.Status != conformance.Fail; seed++ {
+				o := conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: 4900 * time.Millisecond} // a busy machine plays fewer histories in it; the first one that fails ends it
+				r = conformance.Check(t.Context(), conformance.InProcess(m.Plugin(), configOf(m.Mutant)), o)[0]
+			}
+			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
+			t.Log(r.Took.Round(1e6), r.Log[0], "\n   "+strings.Join(r.Transcript, "\n   "))
+			require.Contains(t, m.Rules, r.Rule)
+		})
+	}
+}
+
 // What no case looks for is found by random histories, and the report names the rule and shows a short history.
 func TestOnlyRandomHistoriesFind(t *testing.T) {
 	classes := map[string]bool{}

@@ -110,7 +110,8 @@ func imports() map[string][]string {
 	rows["host"] = append(rows["host"], "internal/place")
 	rows["conformance"] = append(rows["conformance"], "internal/place")
 	rows["connectors/internal/tier"] = []string{"connector", "connectors/internal/storekit", "internal/fault", "internal/machine", "internal/place"}
-	rows["verify/simulate/fleet"] = []string{"engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
+	rows["verify/simulate/clock"] = nil
+	rows["verify/simulate/fleet"] = []string{"verify/simulate/clock", "engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
 	rows["verify/protocol"] = []string{"connector", "internal/shm", "proto/..."}
 	rows["verify/attack/plugin"] = []string{"connector", "internal/digest", "sdk"}
