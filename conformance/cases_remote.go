@@ -95,11 +95,11 @@ func usual(err error) bool {
 	return errors.Is(err, connector.ErrGone) || errors.Is(err, connector.ErrCorrupt) || errors.Is(err, connector.ErrOutdated) || errors.Is(err, connector.ErrBusy)
 }
 
-// acceptable checks that a host can act on an error.
+// acceptable checks that a host can act on an error. That of a context is right where the call took until its end.
 func (e *engine) acceptable(what string, err error) {
 	e.Helper()
-	if !usual(err) {
-		e.Errorf("%s: error %q wraps none of ErrGone, ErrCorrupt, ErrOutdated and ErrBusy", what, err)
+	if !usual(err) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) {
+		e.Errorf("%s: error %q wraps none of ErrGone, ErrCorrupt, ErrOutdated and ErrBusy (see \"What to answer when something fails\" in docs/write-a-connector.md)", what, err)
 	}
 }
 

@@ -62,6 +62,9 @@ const (
 	Bidirectional Profile = "bidirectional"
 	// Offload is a Store with a bounded tier in memory and one on disk, configured by vLLM's names.
 	Offload Profile = "offload"
+	// Bounded is a Store of which options of the config limit how much it keeps, how long, or how much of each tenant. Its schema declares
+	// what they bound.
+	Bounded Profile = "bounded"
 	// LayerWise is a connector that saves blocks while their layers are computed.
 	LayerWise Profile = "layerwise"
 	// Reshape is a connector that loads from producers with other block sizes and ranks.
@@ -72,7 +75,7 @@ const (
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, Place, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Bounded, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, Place, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -118,7 +121,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
+	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

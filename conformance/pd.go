@@ -233,7 +233,7 @@ func (p *pd) computeBehind(known []connector.BlockKey, full, more int) *prompt {
 		n++
 	}
 	content := slices.Concat(known, p.keys(n-len(known)))
-	pr := &prompt{request: connector.RequestID(fmt.Sprintf("request-%x", content[0][:4])), keys: content[:full], tokens: full*blockTokens + more}
+	pr := &prompt{request: connector.RequestID(fmt.Sprintf("request-%x", content[n-1][:4])), keys: content[:full], tokens: full*blockTokens + more}
 	pr.blocks = p.place(content, p.slots(n))
 	p.fill(pr.blocks...)
 	t := pr.transfer(0, pr.blocks)

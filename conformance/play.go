@@ -19,7 +19,9 @@ type stage struct {
 	size      int64
 	instances []*Instance
 	players   []*player
-	bytes     int64 // of blocks that were saved so far
+	limits    model.Limits
+	bounds    *bounding // of the config; nil: the harness's
+	bytes     int64     // of blocks that were saved so far
 }
 
 // stage starts a connector whose backend is empty.
@@ -60,6 +62,12 @@ func (s *stage) words() []string {
 // begin opens the engines of a history.
 func (s *stage) begin(h *model.History, salt string) error {
 	layout := layoutOf(&h.Shape)
+	if s.bounds != nil {
+		var err error
+		if s.config, s.limits, err = s.bounds.set(s.h.Config(), h.Bounds, layout.BlockBytes(0)); err != nil {
+			return err
+		}
+	}
 	keys := h.BlockKeys(salt)
 	s.players = nil
 	for n := range h.Engines() {
@@ -208,10 +216,7 @@ func (p *player) restart(dead bool) error {
 func (p *player) kill(after time.Duration) error {
 	process := p.engine.inst.Process
 	p.engine.inst.killed = true
-	select {
-	case <-time.After(after):
-	case <-p.Context().Done():
-	}
+	p.wait(after)
 	if err := syscall.Kill(process.PID(), syscall.SIGKILL); err != nil {
 		return fmt.Errorf("kill: %w", err)
 	}
@@ -267,8 +272,12 @@ func (p *player) call(c *model.Call, m *moving) model.Result {
 		return model.Result{Err: p.restart(false)}
 	case model.Kill:
 		return model.Result{Err: p.kill(c.Cancel)}
+	case model.Wait:
+		p.wait(c.Cancel)
+		return model.Result{}
 	case model.Save, model.Load, model.Match, model.Reset:
 	}
+	p.wait(c.After)
 	ctx, cancel := context.WithCancel(p.Context())
 	defer cancel()
 	switch {
@@ -293,6 +302,17 @@ func (p *player) call(c *model.Call, m *moving) model.Result {
 		done <- res
 	}()
 	return p.returned(ctx, done)
+}
+
+// wait lets time pass, unless the case ends.
+func (r *rig) wait(d time.Duration) {
+	if d <= 0 {
+		return
+	}
+	select {
+	case <-time.After(d):
+	case <-r.Context().Done():
+	}
 }
 
 // patient is how long a call may take that nobody cancels.

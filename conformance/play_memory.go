@@ -117,7 +117,7 @@ func (p *player) prepare(c *model.Call) *moving {
 	if c.Tail {
 		tokens++
 	}
-	m.transfer = connector.Transfer{Request: "request", Tokens: tokens, Blocks: m.blocks, Replace: c.Replace}
+	m.transfer = connector.Transfer{Request: "request", Tokens: tokens, Blocks: m.blocks, Replace: c.Replace, Tenant: uint64(c.Tenant)} //nolint:gosec // not negative
 	return m
 }
 

@@ -68,13 +68,18 @@ func (r *rig) playRandom(o model.Options) {
 	if r.settings.budget < long {
 		o.Most = quickly
 	}
-	t := &theatre{rig: r, options: o, began: time.Now()}
+	r.theatre(&theatre{rig: r, options: o})
+}
+
+// theatre plays histories one after another until one fails or the budget is over.
+func (r *rig) theatre(t *theatre) {
+	t.began = time.Now()
 	defer t.shut()
 	for n := 0; ; n++ {
 		if spent := time.Since(t.began); r.Context().Err() != nil || spent > r.settings.budget && (n >= model.Tour || spent > slack*r.settings.budget) {
 			return
 		}
-		h := model.Generate(r.settings.seed, n, o)
+		h := t.generate(n)
 		if f := t.play(h, 0); f != nil {
 			t.report(h, n, f)
 			return
@@ -82,9 +87,17 @@ func (r *rig) playRandom(o model.Options) {
 	}
 }
 
+func (t *theatre) generate(n int) *model.History {
+	if t.bounds != nil {
+		return model.GenerateBounded(t.settings.seed, n, t.bounds.kinds(), t.options)
+	}
+	return model.Generate(t.settings.seed, n, t.options)
+}
+
 // theatre plays histories, several on one stage if they fit.
 type theatre struct {
 	*rig
+	bounds  *bounding // nil: there is room for all that histories save
 	options model.Options
 	began   time.Time
 	stage   *stage
@@ -143,6 +156,9 @@ func (t *theatre) play(h *model.History, wait time.Duration) *failure {
 	t.played++
 	s := t.stage
 	err := s.begin(h, fmt.Sprint(t.played))
+	if t.bounds != nil {
+		t.judge.Bound(s.limits)
+	}
 	var f *failure
 	if err != nil {
 		f = &failure{violation: &model.Violation{Rule: "OPEN-01", Text: err.Error(), Call: -1, Allowed: "sides that open"}}
@@ -173,6 +189,9 @@ func (t *theatre) steps(h *model.History, wait time.Duration) *failure {
 		if v != nil && v.Short {
 			v = t.askAgain(step, &outcomes[len(outcomes)-1], v, began)
 		}
+		if v != nil && v.Declined {
+			v = t.saveAgain(step, &outcomes[len(outcomes)-1])
+		}
 		if v != nil {
 			t.excuse(v, began)
 			return &failure{violation: v, outcomes: outcomes}
@@ -183,7 +202,7 @@ func (t *theatre) steps(h *model.History, wait time.Duration) *failure {
 		t.waited += wait
 	}
 	if wait > 0 {
-		t.pause(wait)
+		t.wait(wait)
 	}
 	for _, p := range t.stage.players {
 		if strays := p.strays(nil); len(strays) > 0 {
@@ -205,7 +224,7 @@ func (t *theatre) askAgain(step model.Step, o *model.Outcome, v *model.Violation
 		limit = 5 * askAgain
 	}
 	p := t.stage.players[c.Engine]
-	for w := t.patience(limit); !w.over(); t.pause(askAgain) {
+	for w := t.patience(limit); !w.over(); t.wait(askAgain) {
 		if t.Context().Err() != nil {
 			return v
 		}
@@ -224,6 +243,20 @@ func (t *theatre) askAgain(step model.Step, o *model.Outcome, v *model.Violation
 	return v
 }
 
+// offers is how often a block is saved before it is said to be declined: options may ask for more than one offer (OFF-08).
+const offers = 8
+
+// saveAgain saves again what was declined.
+func (t *theatre) saveAgain(step model.Step, o *model.Outcome) (v *model.Violation) {
+	for range offers {
+		*o = t.stage.do(step)
+		if v = t.judge.Step(step, o); v == nil || !v.Declined {
+			return v
+		}
+	}
+	return v
+}
+
 // excuse ends the case without a verdict where the machine explains what failed.
 func (t *theatre) excuse(v *model.Violation, began time.Time) {
 	if (v.Rule == "WORK-07" || t.Context().Err() != nil) && t.watched().busy(began) {
@@ -232,23 +265,17 @@ func (t *theatre) excuse(v *model.Violation, began time.Time) {
 	}
 }
 
-func (t *theatre) pause(d time.Duration) {
-	select {
-	case <-time.After(d):
-	case <-t.Context().Done():
-	}
-}
-
 // ready gives a history a stage on which it fits.
 func (t *theatre) ready(h *model.History) {
 	layout := layoutOf(&h.Shape)
 	size := end(&layout)
 	arena := t.info.ArenaBytes > 0 || t.info.ArenaBlocks > 0 // each life of an engine begins with an empty one
-	if s := t.stage; s != nil && (arena || s.ranks < h.Shape.Ranks || s.size < size || s.bytes+t.options.Room > Room) {
+	if s := t.stage; s != nil && (arena || t.bounds != nil || s.ranks < h.Shape.Ranks || s.size < size || s.bytes+t.options.Room > Room) {
 		t.shut()
 	}
 	if t.stage == nil {
 		t.stage = t.rig.stage(h.Shape.Ranks, size)
+		t.stage.bounds = t.bounds
 	}
 	t.stage.bytes += h.Bytes()
 }

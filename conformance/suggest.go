@@ -51,6 +51,7 @@ func (r *rig) suggest() (profiles []Profile, notes []string) {
 		again = e.match(keys...) == len(keys)
 	}
 	fit := map[Profile]bool{Store: again, Lifecycle: again, MultiRank: again, Fault: again, Groups: again && r.info.Groups, Buffer: stored && !again}
+	fit[Bounded] = again && len(r.bounding().fields) > 0
 	config := map[string]json.RawMessage{}
 	_ = json.Unmarshal(r.config, &config) // of a config that is no object Describe has complained
 	fit[MultiChildren] = config["connectors"] != nil

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -23,6 +24,7 @@ import (
 type Arena struct {
 	file *os.File
 
+	size    atomic.Int64 // 0 until Fit
 	mu      sync.Mutex
 	mem     *shm.Region   // nil until Fit
 	closing chan struct{} // closed by Close
@@ -53,6 +55,7 @@ func (a *Arena) Fit(size int64) error {
 		return fmt.Errorf("arena: %w", err)
 	}
 	a.mem = mem
+	a.size.Store(size)
 	return nil
 }
 
@@ -67,14 +70,7 @@ func (a *Arena) Bytes() []byte {
 }
 
 // Size is the arena's length in bytes; 0 before Fit.
-func (a *Arena) Size() int64 {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.mem == nil {
-		return 0
-	}
-	return a.mem.Size()
-}
+func (a *Arena) Size() int64 { return a.size.Load() }
 
 // fillStep is how much of an arena is allocated in one go, in bytes: Close waits for one at most.
 const fillStep = 16 << 20

@@ -11,6 +11,7 @@ import (
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/shm"
 )
 
 // placement is the host's end of a connector that places its blocks: what is resident is matched and loaded without a call
@@ -50,8 +51,12 @@ func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
 			return nil, err
 		}
 	}
-	p.host.Died()
-	opening, err := p.host.Reopen()
+	var opening place.Opening
+	err := shm.Guard(func() (err error) {
+		p.host.Died()
+		opening, err = p.host.Reopen()
+		return err
+	})
 	if err != nil {
 		p.host = nil
 		return nil, err
@@ -184,7 +189,7 @@ func (p *placement) match(q *connector.Query) (m connector.Match, ok bool) {
 			for i, k := range q.Keys[from:end] {
 				keys[i] = p.key(k, uint16(g), rank)
 			}
-			if _, err := p.host.Find(keys, now); err != nil {
+			if _, err := p.find(keys, now); err != nil {
 				return m, false
 			}
 		}
@@ -210,7 +215,7 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 		}
 		keys[i] = p.key(b.Key, b.Group, number)
 	}
-	refs, err := p.host.Find(keys, time.Now().UnixMilli())
+	refs, err := p.find(keys, time.Now().UnixMilli())
 	if err != nil {
 		return false
 	}
@@ -228,15 +233,32 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 	return true
 }
 
+// find says where blocks are, all of them or none.
+func (p *placement) find(keys []connector.StoreKey, now int64) (refs []place.Ref, err error) {
+	err = shm.Guard(func() (err error) {
+		refs, err = p.host.Find(keys, now)
+		return err
+	})
+	return refs, err
+}
+
 // copyIn copies one block. What was copied counts only if its slot had no other use meanwhile, and its digest is right (rule
 // PLACE-08): until then nobody reads the block in the cache.
 func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac.Stores) error {
-	pin, err := p.host.Pin(ref)
-	if err != nil {
+	return shm.Guard(func() error {
+		pin, err := p.host.Pin(ref)
+		if err != nil {
+			return err
+		}
+		err = r.hasher.CopyIn(r.kv, b, digest.Slot{KV: p.kv, ID: connector.BlockID(ref.Slot)}, stores)
+		if gone := pin.Release(time.Now().UnixMilli()); gone != nil {
+			return errors.Join(err, gone)
+		}
+		if err != nil {
+			p.host.Drop(ref.Part.Key) // the plugin loads it from now on, and is blamed if that is wrong, too
+		}
 		return err
-	}
-	err = r.hasher.CopyIn(r.kv, b, digest.Slot{KV: p.kv, ID: connector.BlockID(ref.Slot)}, stores)
-	return errors.Join(err, pin.Release(time.Now().UnixMilli()))
+	})
 }
 
 // noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if nothing is saved for long.
@@ -268,7 +290,7 @@ func (p *placement) learn(slots []uint32) error {
 	defer p.leave()
 	now := time.Now().UnixMilli()
 	for _, s := range slots {
-		err := p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now)
+		err := shm.Guard(func() error { return p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now) })
 		if refused, is := errors.AsType[*place.RefusalError](err); is && refused.Fault() {
 			return err
 		}

@@ -165,6 +165,23 @@ func TestPlacement(t *testing.T) {
 	require.Empty(t, r.p.takeUsed())
 }
 
+// A block whose slot is not what it was is copied once, and then asked of the plugin.
+func TestPlacementForgetsWhatIsWrong(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	ks := keys(1, 2)
+	bs := r.fill(ks, 0)
+	slots := r.save(0, bs...)
+	require.True(t, r.loaded(0, bs...))
+	r.shelf.Bytes(place.Slot(slots[1]), 8)[3] ^= 1
+	_, ok := r.p.match(r.query(ks, 0))
+	require.True(t, ok, "nobody has looked")
+	require.False(t, r.loaded(0, bs...))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok)
+	_, ok = r.p.match(r.query(ks[:1], 0))
+	require.True(t, ok)
+}
+
 // Rule PLACE-23: the blocks of a plugin that died stay known, if its next life keeps them; other memory has none.
 func TestPlacementOverLives(t *testing.T) {
 	r := newPlacedRig(t, 1, all())

@@ -19,6 +19,10 @@ import (
 // A comma inside of a description needs no escape where no keyword can follow it; elsewhere it is written \\, in a
 // tag. A time.Duration is a text such as "250ms", in its default too.
 //
+// What an option bounds of what a connector keeps, the tag jsonschema_extras says: "bounds=blocks" or "bounds=bytes" of all blocks of a tier,
+// "bounds=tenant_bytes" of those of one tenant, "bounds=seconds" after which a block must not be found any more. Profile bounded of package
+// conformance sets such options (rule BOUND-01).
+//
 // It is what --manifest prints and what [DecodeConfig] enforces. C is a struct that does not contain
 // itself.
 func SchemaOf[C any]() json.RawMessage {

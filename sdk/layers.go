@@ -14,7 +14,7 @@ import (
 
 // saveLayers calls the worker's SaveLayers with the counter that a message names.
 func (w *side) saveLayers(m *kvportv1.SaveLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
-	s, err := wire.SaveLayersFromProto(m)
+	s, err := wire.LayersFromProto(m)
 	if err != nil {
 		return nil, err
 	}
@@ -65,7 +65,7 @@ func (p *boardProgress) Wait(ctx context.Context, seen int) (int, error) {
 
 // loadLayers calls the worker's LoadLayers, and counts with the counter that a message names.
 func (w *side) loadLayers(m *kvportv1.LoadLayers) (func(context.Context, *connector.Transfer, *connector.KV) error, error) {
-	l, err := wire.LoadLayersFromProto(m)
+	l, err := wire.LayersFromProto(m)
 	if err != nil {
 		return nil, err
 	}

@@ -11,13 +11,16 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/conformance/redistest"
@@ -204,12 +207,42 @@ func (s *sick) Get(ctx context.Context, items []connector.Item) error {
 	switch s.load {
 	case "hangs":
 		select {}
+	case "starves":
+		starve()
+		<-time.After(9 * time.Second) // longer than the suite waits for a call on any machine
 	case "dies":
 		fmt.Fprintln(os.Stderr, "the database said no")
 		go func() { panic("a bug of the author's") }()
 		select {}
 	}
 	return s.folder.Get(ctx, items)
+}
+
+// starve has two threads want one processor for as long as the process lives: each of them waits for half of the time, so that the
+// machine is busy for this process, whatever else it does.
+func starve() {
+	var own, one unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &own); err != nil {
+		panic(err)
+	}
+	for cpu := 0; one.Count() == 0; cpu++ {
+		if own.IsSet(cpu) {
+			one.Set(cpu)
+		}
+	}
+	const threads = 2
+	runtime.GOMAXPROCS(2 * threads)
+	var never atomic.Bool
+	for range threads {
+		go func() {
+			runtime.LockOSThread()
+			if err := unix.SchedSetaffinity(0, &one); err != nil {
+				panic(err)
+			}
+			for !never.Load() {
+			}
+		}()
+	}
 }
 
 // Put implements connector.Store.
@@ -285,6 +318,20 @@ func TestConformAutoEnds(t *testing.T) {
 	require.Equal(t, exitFailure, exit.ExitCode())
 	require.Contains(t, string(exit.Stderr), "--timeout of 3s is over: no case ran")
 	require.Empty(t, out)
+}
+
+// What is late on a busy machine says nothing of the plugin: its case runs three times, and the exit code is neither that of a failure nor of
+// a success.
+func TestConformInconclusive(t *testing.T) {
+	t.Parallel()
+	out, err := sickly(t, "starves", "--case", "amid-call").Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, exitInconclusive, exit.ExitCode(), "%s%s", out, exit.Stderr)
+	require.Contains(t, string(exit.Stderr), "cases stayed inconclusive")
+	require.Equal(t, 3, strings.Count(string(out), "1/1 "), string(out))
+	require.Regexp(t, `Load had not returned 2s after its context ended.*; the machine was busy: of .* the connector or the suite waited for a processor for`, string(out))
+	require.Contains(t, string(out), "0 passed, 0 failed, 0 skipped, 1 inconclusive\n")
 }
 
 // --timeout ends a run, with its results; --fail-fast ends it at the first failure.

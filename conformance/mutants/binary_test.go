@@ -124,7 +124,7 @@ func TestPrivateAsBinary(t *testing.T) {
 	}
 	others := []conformance.Profile{ // its blocks are its process's own
 		conformance.Remote, conformance.Pipe, conformance.PDProducer, conformance.PDConsumer, conformance.Bidirectional, conformance.Reshape, conformance.LayerWise,
-		conformance.Offload, conformance.Place, conformance.MultiChildren,
+		conformance.Offload, conformance.Bounded, conformance.Place, conformance.MultiChildren,
 	}
 	if os.Getenv("KVPORT_SOAK") == "" { // over the wire TestReferenceOverTheWire has it, and make conform as a process of the plugins
 		others = append(others, conformance.Store)

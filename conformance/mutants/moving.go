@@ -3,6 +3,7 @@ package mutants
 import (
 	"context"
 	"errors"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -48,7 +49,11 @@ func loadFaults() []fault {
 		{"gives up on its transport when cancelled, which goes on", "load-ends", onLoad(func(c call) error {
 			late := c
 			late.ctx = context.Background()
-			transport := time.AfterFunc(60*time.Millisecond, func() { _ = late.rightLoad() })
+			transport := time.AfterFunc(60*time.Millisecond, func() {
+				defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+				defer func() { _ = recover() }() // the memory may be gone: a case is over
+				_ = late.rightLoad()
+			})
 			soon, cancel := context.WithTimeout(c.ctx, 20*time.Millisecond)
 			defer cancel()
 			if <-soon.Done(); c.ctx.Err() != nil {

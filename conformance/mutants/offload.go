@@ -20,15 +20,15 @@ import (
 
 // OffloadConfig is the config of Offload: the fields of rule OFF-01.
 type OffloadConfig struct {
-	Blocks    int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0"`
+	Blocks    int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0" jsonschema_extras:"bounds=blocks"`
 	Bytes     int64  `json:"cpu_bytes_to_use,omitempty" jsonschema:"minimum=0"`
 	Policy    string `json:"eviction_policy,omitempty" jsonschema:"enum=lru,enum=arc,enum=s3fifo"`
 	Piece     int    `json:"block_size,omitempty" jsonschema:"minimum=0"`
 	Threshold int    `json:"store_threshold,omitempty" jsonschema:"minimum=0"`
-	TTL       int    `json:"ttl_seconds,omitempty" jsonschema:"minimum=0"`
-	Quota     int64  `json:"tenant_bytes,omitempty" jsonschema:"minimum=0"`
+	TTL       int    `json:"ttl_seconds,omitempty" jsonschema:"minimum=0" jsonschema_extras:"bounds=seconds"`
+	Quota     int64  `json:"tenant_bytes,omitempty" jsonschema:"minimum=0" jsonschema_extras:"bounds=tenant_bytes"`
 	DiskPath  string `json:"disk_path,omitempty"`
-	DiskBytes int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0"`
+	DiskBytes int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0" jsonschema_extras:"bounds=bytes"`
 	DiskAdmit int    `json:"disk_admit_after,omitempty" jsonschema:"minimum=0"`
 }
 
@@ -68,6 +68,9 @@ type tiered struct {
 	files  []connector.StoreKey // the same of the disk
 	offers map[connector.StoreKey]int
 	gone   int // evictions so far
+
+	spent  map[uint64]int64            // by tenants, where a fault counts it
+	pinned map[connector.StoreKey]bool // where a fault pins
 }
 
 // kept is one block.
@@ -79,7 +82,7 @@ type kept struct {
 
 func openOffload(fault string) func(context.Context, connector.Env, OffloadConfig) (connector.Store, error) {
 	return func(_ context.Context, env connector.Env, c OffloadConfig) (connector.Store, error) {
-		s := &tiered{c: c, fault: fault, piece: 1, memory: map[connector.StoreKey]*kept{}, offers: map[connector.StoreKey]int{}}
+		s := &tiered{c: c, fault: fault, piece: 1, memory: map[connector.StoreKey]*kept{}, offers: map[connector.StoreKey]int{}, spent: map[uint64]int64{}, pinned: map[connector.StoreKey]bool{}}
 		if own := env.Layout.Groups[0].BlockTokens; c.Piece > 0 {
 			if c.Piece%own != 0 {
 				return nil, fmt.Errorf("block_size: %w", connector.ErrIncompatible)
@@ -188,6 +191,7 @@ func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
 				}
 			}
 		}
+		data = s.loaded(it.Key, b, data)
 		if len(data) < it.Size() {
 			return connector.ErrCorrupt
 		}
@@ -197,6 +201,29 @@ func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
 		s.use(it.Key)
 		return nil
 	})
+}
+
+// loaded is what lies in a block at the end of a load; faults of loads are here.
+func (s *tiered) loaded(k connector.StoreKey, b *kept, data []byte) []byte {
+	switch s.fault {
+	case "ttl again":
+		if s.c.TTL == 0 {
+			break
+		}
+		b.until = time.Now().Add(time.Duration(s.c.TTL) * time.Second)
+	case "ttl hot":
+		b.until = time.Time{}
+	case "one pin":
+		s.pinned[k] = true
+		s.mu.Unlock()
+		<-time.After(2 * time.Millisecond)
+		s.mu.Lock()
+		delete(s.pinned, k)
+		if s.memory[k] == nil && len(s.order) > 0 {
+			data = s.memory[s.order[len(s.order)-1]].data
+		}
+	}
+	return data
 }
 
 // use makes a block the last that memory gives up.
@@ -212,13 +239,17 @@ func (s *tiered) Put(ctx context.Context, items []connector.Item) error {
 	failed := &connector.ItemError{}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	known := 0 // blocks of this call that are there
 	for i, it := range items {
 		err := ctx.Err()
+		if s.fault == "names" && s.memory[it.Key] != nil {
+			known++
+		}
 		if err == nil {
 			err = s.put(it, mine)
 		}
 		if err != nil {
-			failed.Items, failed.Err = append(failed.Items, i), err
+			failed.Items, failed.Err = append(failed.Items, i-known), err
 			continue
 		}
 		if s.fault != "own" {
@@ -242,6 +273,9 @@ func (s *tiered) declines(it connector.Item) string {
 			used += int64(len(b.data))
 		}
 	}
+	if s.fault == "spent" || s.fault == "reset spent" {
+		used = int64(it.Size()) + s.spent[it.Tenant]
+	}
 	if s.c.Quota > 0 && used > s.c.Quota {
 		return "quota"
 	}
@@ -259,7 +293,7 @@ func (s *tiered) put(it connector.Item, mine []connector.StoreKey) error {
 		}
 		return fmt.Errorf("%s: %w", why, connector.ErrDeclined)
 	}
-	if s.memory[it.Key] == nil && !s.room(mine) {
+	if s.memory[it.Key] == nil && (s.fault != "first room" || len(mine) == 0) && !s.room(mine) {
 		return fmt.Errorf("no room: %w", connector.ErrDeclined)
 	}
 	b := &kept{data: slices.Concat(it.Spans...), tenant: it.Tenant}
@@ -268,10 +302,11 @@ func (s *tiered) put(it connector.Item, mine []connector.StoreKey) error {
 	}
 	if s.memory[it.Key] == nil {
 		s.order = append(s.order, it.Key)
+		s.spent[it.Tenant] += int64(it.Size())
 	}
 	s.memory[it.Key] = b
 	if s.c.DiskPath != "" && s.fault != "no spill" {
-		s.write(it.Key, b)
+		s.write(it.Key, b, mine)
 	}
 	return nil
 }
@@ -282,12 +317,15 @@ func (s *tiered) room(but []connector.StoreKey) bool {
 		return true
 	}
 	for len(s.order) >= s.c.Blocks {
-		i := slices.IndexFunc(s.order, func(k connector.StoreKey) bool { return !slices.Contains(but, k) })
+		i := slices.IndexFunc(s.order, func(k connector.StoreKey) bool { return !slices.Contains(but, k) && !s.pinned[k] })
 		if s.fault == "newest" {
 			i = len(s.order) - 1
 		}
 		if i < 0 {
 			return false
+		}
+		if b := s.memory[s.order[i]]; s.fault == "reset spent" {
+			s.spent[b.tenant] -= int64(len(b.data))
 		}
 		delete(s.memory, s.order[i])
 		s.order = slices.Delete(s.order, i, i+1)
@@ -296,8 +334,8 @@ func (s *tiered) room(but []connector.StoreKey) bool {
 	return true
 }
 
-// write puts a block on disk, within the bound.
-func (s *tiered) write(k connector.StoreKey, b *kept) {
+// write puts a block on disk, within the bound, unless that would take the only copy of the given ones.
+func (s *tiered) write(k connector.StoreKey, b *kept, but []connector.StoreKey) {
 	var until int64
 	if !b.until.IsZero() {
 		until = b.until.UnixMilli()
@@ -306,11 +344,18 @@ func (s *tiered) write(k connector.StoreKey, b *kept) {
 	sum := sha256.Sum256(body)
 	size := int64(len(sum) + len(body))
 	if i := slices.Index(s.files, k); i >= 0 {
+		_ = os.Remove(s.path(k))
 		s.files = slices.Delete(s.files, i, i+1)
 	}
 	for s.fault != "disk unbounded" && len(s.files) > 0 && int64(len(s.files)+1)*size > s.c.DiskBytes {
-		_ = os.Remove(s.path(s.files[0]))
-		s.files = s.files[1:]
+		i := slices.IndexFunc(s.files, func(k connector.StoreKey) bool {
+			return s.memory[k] != nil || !slices.Contains(but, k)
+		})
+		if i < 0 {
+			return
+		}
+		_ = os.Remove(s.path(s.files[i]))
+		s.files = slices.Delete(s.files, i, i+1)
 	}
 	if os.WriteFile(s.path(k), append(sum[:], body...), 0o600) == nil {
 		s.files = append(s.files, k)
@@ -323,6 +368,9 @@ func (s *tiered) Reset(context.Context) (bool, error) {
 	defer s.mu.Unlock()
 	clear(s.memory)
 	s.order = nil
+	if s.fault != "reset spent" {
+		clear(s.spent)
+	}
 	if s.fault == "half reset" {
 		return true, nil
 	}
@@ -336,6 +384,28 @@ func (s *tiered) Reset(context.Context) (bool, error) {
 
 // Close implements connector.Store.
 func (s *tiered) Close() error { return nil }
+
+// boundedFaults are about what options bound; no case of tiers notices them.
+func boundedFaults() (out []Unseen) {
+	for _, f := range []struct {
+		name, fault string
+		rules       []string
+	}{
+		{"a tier that makes room once for each save", "first room", []string{"OFF-02"}},
+		{"a quota that counts what was given up", "spent", []string{"OFF-05"}},
+		{"a quota that a reset does not give back", "reset spent", []string{"OFF-05"}},
+		{"a time that begins again with each load", "ttl again", []string{"OFF-10"}},
+		{"a time that a load forgets", "ttl hot", []string{"OFF-10"}},
+		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
+		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},
+	} {
+		const config = `{"num_cpu_blocks":4000}` // named cases have large batches
+		out = append(out, Unseen{Class: bounds, Rules: f.rules, Mutant: Mutant{
+			Name: f.name, Case: "random-bounded", Config: config, Plugin: func() connector.Plugin { return Offload(f.fault) },
+		}})
+	}
+	return out
+}
 
 // offloadMutants are the faults of a connector with tiers.
 func offloadMutants() (out []Mutant) {

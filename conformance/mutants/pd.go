@@ -168,6 +168,9 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.last++
+	if n.sixteen && n.last > 16 {
+		n.last = 1
+	}
 	lease := n.lease
 	if n.shortLease {
 		lease /= 8
@@ -211,6 +214,15 @@ func (n *pdNode) find(q *pdQuestion) *pdHold {
 	return nil
 }
 
+// drop ends the holds of prompts that begin as one does: for a fault. The caller holds mu.
+func (n *pdNode) drop(alike connector.Ended) {
+	for id, h := range n.holds {
+		if len(alike.Blocks) > 0 && h.ended.Blocks[0].Key == alike.Blocks[0].Key {
+			delete(n.holds, id)
+		}
+	}
+}
+
 // whole notes that a rank has read what it wanted, and says whether a load is over with that. The caller holds mu.
 func (n *pdNode) whole(h *pdHold, q *pdQuestion) bool {
 	if q.Reshaped && !n.countsCalls {
@@ -246,6 +258,9 @@ func (n *pdNode) done(h *pdHold, q *pdQuestion) {
 		clear(h.fetched)
 	default:
 		delete(n.holds, h.id)
+	}
+	if n.endsAlike {
+		n.drop(h.ended)
 	}
 	n.over = append(n.over, h.id)
 	if n.twice {
@@ -306,6 +321,11 @@ func (s *pdScheduler) Finish(_ context.Context, ended []connector.Ended) ([]conn
 	out := make([]connector.Hold, len(ended))
 	for i, e := range ended {
 		failed := e.Reason == connector.ReasonAbort || e.Reason == connector.ReasonError
+		if failed && n.abortsAlike {
+			n.mu.Lock()
+			n.drop(e)
+			n.mu.Unlock()
+		}
 		if !e.Remote || len(e.Blocks) == 0 || n.listener == nil || failed && !n.freeAborted || e.Weak && n.noWeak {
 			continue
 		}
@@ -337,6 +357,13 @@ func (s *pdScheduler) Consumed(ctx context.Context) ([]connector.HoldID, error) 
 		over := n.over
 		n.over = nil
 		n.mu.Unlock()
+		if len(over) > 0 && n.reportsOne {
+			<-time.After(30 * time.Millisecond)
+			n.mu.Lock()
+			n.over = nil
+			n.mu.Unlock()
+			return over[:1], nil
+		}
 		if len(over) > 0 {
 			return over, nil
 		}

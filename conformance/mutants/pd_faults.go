@@ -16,6 +16,7 @@ type pdFaults struct {
 	servesClosed, keepsConnections, startedIsTaken             bool
 	reportsBoth, guesses, byOrder                              bool
 	mixes, slotNames, noWeak                                   bool
+	endsAlike, abortsAlike, sixteen, reportsOne                bool
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool

@@ -26,7 +26,7 @@ type Unseen struct {
 
 // RandomlyFound lists the wrong connectors that only random histories find.
 func RandomlyFound() []Unseen {
-	return slices.Concat(sizeFaults(), ageFaults(), batchFaults(), stateFaults(), resetFaults(), engineFaults(), sharedFaults(), lateFaults(), growthFaults())
+	return slices.Concat(sizeFaults(), ageFaults(), batchFaults(), stateFaults(), resetFaults(), engineFaults(), sharedFaults(), lateFaults(), growthFaults(), boundedFaults(), holdFaults())
 }
 
 // someRandomlyFound is one of them for each case, to be found like the others.
@@ -99,6 +99,8 @@ const (
 	states = "what happened before"
 	acks   = "acknowledgements"
 	leaks  = "leaks"
+	bounds = "bounds"
+	pairs  = "holds beside holds"
 )
 
 func sizeFaults() []Unseen {

@@ -1,6 +1,7 @@
 package mutants_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"os"
 	"slices"
@@ -14,15 +15,48 @@ import (
 	"github.com/kvport/kvport/conformance/mutants"
 )
 
-// named are the cases that each look for one fault, of profiles that need no process.
-func named() (ids []string) {
+// named are the cases that each look for one fault, of the profiles of the connector that need no process.
+func named(m mutants.Unseen) (ids []string) {
 	for _, c := range conformance.Cases() {
 		of := func(p conformance.Profile) bool { return slices.Contains(c.Profiles, p) }
-		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups)) {
+		if m.Case == "random-holds" {
+			if c.ID != m.Case && (of(conformance.PDProducer) || of(conformance.PDConsumer)) {
+				ids = append(ids, c.ID)
+			}
+			continue
+		}
+		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups) || m.Config != "" && of(conformance.Offload)) {
 			ids = append(ids, c.ID)
 		}
 	}
 	return ids
+}
+
+func configOf(m mutants.Mutant) json.RawMessage {
+	if m.Config == "" {
+		return nil
+	}
+	return json.RawMessage(m.Config)
+}
+
+// faultsAreFound plays random histories of one case against each wrong connector that only they find, and expects the rule that says so.
+func faultsAreFound(t *testing.T, caseID string) {
+	t.Helper()
+	for _, m := range mutants.RandomlyFound() {
+		if m.Case != caseID {
+			continue
+		}
+		t.Run(m.Name, func(t *testing.T) {
+			var r conformance.Result
+			for seed := uint64(1); seed < 12 && r.Status != conformance.Fail; seed++ {
+				o := conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: 4900 * time.Millisecond} // a busy machine plays fewer histories in it; the first one that fails ends it
+				r = conformance.Check(t.Context(), conformance.InProcess(m.Plugin(), configOf(m.Mutant)), o)[0]
+			}
+			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
+			t.Log(r.Took.Round(1e6), r.Log[0], "\n   "+strings.Join(r.Transcript, "\n   "))
+			require.Contains(t, m.Rules, r.Rule)
+		})
+	}
 }
 
 // What no case looks for is found by random histories, and the report names the rule and shows a short history.
@@ -40,8 +74,8 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 			if m.Racy {
 				start = conformance.Wire // a data race by definition, which the race detector does not see through the protocol
 			}
-			maker := func() (conformance.Harness, error) { return start(m.Plugin(), nil)() } // each with a store of its own
-			for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(), Seed: 7}) {
+			maker := func() (conformance.Harness, error) { return start(m.Plugin(), configOf(m.Mutant))() } // each with a store of its own
+			for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(m), Seed: 7}) {
 				require.NotEqual(t, conformance.Fail, r.Status, "%s finds it: %v", r.ID, r.Log)
 			}
 			var r conformance.Result

@@ -20,19 +20,19 @@ const DefaultBytes = 1 << 30
 // mean there.
 type Config struct {
 	BlockSize      int    `json:"block_size,omitempty" jsonschema:"minimum=0,default=0,description=Tokens of an offered piece: hits come in whole pieces. A multiple of the engine's block size; 0: that size."`
-	CPUBytes       int64  `json:"cpu_bytes_to_use,omitempty" jsonschema:"minimum=0,description=Size of the memory tier in bytes. 0: num_cpu_blocks decides or else 1 GiB."`
-	CPUBlocks      int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0,maximum=268435456,description=Size of the memory tier in blocks of block_size tokens. Not together with cpu_bytes_to_use."`
+	CPUBytes       int64  `json:"cpu_bytes_to_use,omitempty" jsonschema:"minimum=0,description=Size of the memory tier in bytes. 0: num_cpu_blocks decides or else 1 GiB." jsonschema_extras:"bounds=bytes"`
+	CPUBlocks      int    `json:"num_cpu_blocks,omitempty" jsonschema:"minimum=0,maximum=268435456,description=Size of the memory tier in blocks of block_size tokens. Not together with cpu_bytes_to_use." jsonschema_extras:"bounds=blocks"`
 	Policy         string `json:"eviction_policy,omitempty" jsonschema:"enum=lru,enum=arc,enum=s3fifo,enum=LRU,enum=S3FIFO,default=lru,description=Which block goes when a tier is full."`
 	StoreThreshold int    `json:"store_threshold,omitempty" jsonschema:"minimum=0,maximum=255,default=0,description=How often a block is offered before it is stored. 0: at once."`
 	Tracker        int    `json:"max_tracker_size,omitempty" jsonschema:"minimum=1,default=64000,description=Keys that store_threshold tells apart."`
-	TTL            int    `json:"ttl_seconds,omitempty" jsonschema:"minimum=0,default=0,description=How long a block may be loaded after it was stored; 0: for ever."`
+	TTL            int    `json:"ttl_seconds,omitempty" jsonschema:"minimum=0,default=0,description=How long a block may be loaded after it was stored; 0: for ever." jsonschema_extras:"bounds=seconds"`
 	PinAfter       int    `json:"pin_after_loads,omitempty" jsonschema:"minimum=0,maximum=255,default=0,description=Loads after which a block is kept from eviction; 0: never."`
 	PinPercent     int    `json:"pin_percent,omitempty" jsonschema:"minimum=1,maximum=50,default=10,description=The most memory that blocks kept so may take in percent."`
-	TenantBytes    int64  `json:"tenant_bytes,omitempty" jsonschema:"minimum=0,default=0,description=The most memory that blocks of one cache_salt may take in bytes; 0: no limit."`
+	TenantBytes    int64  `json:"tenant_bytes,omitempty" jsonschema:"minimum=0,default=0,description=The most memory that blocks of one cache_salt may take in bytes; 0: no limit." jsonschema_extras:"bounds=tenant_bytes"`
 	Workers        int    `json:"workers,omitempty" jsonschema:"minimum=1,maximum=64,default=2,description=Goroutines that copy the blocks of one call."`
 
 	DiskPath   string `json:"disk_path,omitempty" jsonschema:"description=Folder of the disk tier; made when it is missing. Empty: no disk tier."`
-	DiskBytes  int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0,description=Size of the disk tier in bytes; with disk_path."`
+	DiskBytes  int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0,description=Size of the disk tier in bytes; with disk_path." jsonschema_extras:"bounds=bytes"`
 	DiskAdmit  int    `json:"disk_admit_after,omitempty" jsonschema:"minimum=1,maximum=255,default=2,description=How often a block is stored or loaded before it is written to disk. 1: every block."`
 	DiskAhead  int    `json:"disk_prefetch_blocks,omitempty" jsonschema:"minimum=0,maximum=4096,default=16,description=Blocks of a matched prompt that are read from disk before they are asked for."`
 	DiskBehind int    `json:"disk_write_queue,omitempty" jsonschema:"minimum=1,maximum=1048576,default=1024,description=Blocks that may wait to be written to disk; more are not."`

@@ -30,6 +30,15 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	return nil, ErrMiss
 }
 
+// Drop forgets the block of a key: what its slot holds is not what its header says.
+func (h *Host) Drop(key connector.StoreKey) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if _, entries, ok := h.index.find([]connector.StoreKey{key}); ok {
+		h.index.remove(entries[0])
+	}
+}
+
 func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

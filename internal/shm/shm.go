@@ -33,7 +33,7 @@ type Region struct {
 	size int64
 	file *os.File // nil where the descriptor belongs to somebody else
 
-	cold    chan struct{} // closed to end Warm; nil before it
+	stop    chan struct{} // closed to end Warm; nil before it
 	warming sync.WaitGroup
 }
 
@@ -161,7 +161,7 @@ func (r *Region) Close() error {
 	if r.data == nil {
 		return nil
 	}
-	r.chill()
+	r.endWarm()
 	err := munmap(r.data)
 	r.data = nil
 	if r.file != nil {

@@ -29,7 +29,7 @@ func (r *Region) Warm() {
 		return
 	}
 	data, done := r.data, make(chan struct{})
-	r.cold = done
+	r.stop = done
 	r.warming.Go(func() {
 		for pause := firstLook; len(data) > 0; {
 			step := data[:min(warmStep, len(data))]
@@ -53,11 +53,11 @@ func (r *Region) Warm() {
 	})
 }
 
-// chill ends Warm. The caller holds mu.
-func (r *Region) chill() {
-	if r.cold != nil {
-		close(r.cold)
-		r.cold = nil
+// endWarm ends Warm. The caller holds mu.
+func (r *Region) endWarm() {
+	if r.stop != nil {
+		close(r.stop)
+		r.stop = nil
 	}
 	r.warming.Wait()
 }

@@ -379,46 +379,35 @@ func keysFromProto(b []byte) ([]connector.BlockKey, error) {
 	return keys, nil
 }
 
-// SaveLayers is a save with a counter: which one of the board it is, and which use of it.
-type SaveLayers struct {
+// Layers is a save or a load with a counter: which one of the board it is, and which use of it.
+type Layers struct {
 	Transfer *connector.Transfer
 	Slot     int
 	Call     uint32 // never 0
 }
 
-// SaveLayersToProto converts a SaveLayers.
-func SaveLayersToProto(s *SaveLayers) *kvportv1.SaveLayers {
-	return &kvportv1.SaveLayers{Transfer: TransferToProto(s.Transfer), Slot: count(s.Slot), Call: s.Call}
+// SaveLayersToProto converts a save.
+func SaveLayersToProto(l *Layers) *kvportv1.SaveLayers {
+	return &kvportv1.SaveLayers{Transfer: TransferToProto(l.Transfer), Slot: count(l.Slot), Call: l.Call}
 }
 
-// SaveLayersFromProto converts a SaveLayers.
-func SaveLayersFromProto(m *kvportv1.SaveLayers) (*SaveLayers, error) {
-	if m.GetCall() == 0 || m.GetSlot() >= MaxCounters {
-		return nil, malformed("counter %d of call %d, there are %d", m.GetSlot(), m.GetCall(), MaxCounters)
-	}
-	t, err := TransferFromProto(m.GetTransfer())
-	return &SaveLayers{Transfer: &t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
-}
-
-// LoadLayers is a load with a counter, as in SaveLayers.
-type LoadLayers struct {
-	Transfer *connector.Transfer
-	Slot     int
-	Call     uint32 // never 0
-}
-
-// LoadLayersToProto converts a LoadLayers.
-func LoadLayersToProto(l *LoadLayers) *kvportv1.LoadLayers {
+// LoadLayersToProto converts a load.
+func LoadLayersToProto(l *Layers) *kvportv1.LoadLayers {
 	return &kvportv1.LoadLayers{Transfer: TransferToProto(l.Transfer), Slot: count(l.Slot), Call: l.Call}
 }
 
-// LoadLayersFromProto converts a LoadLayers.
-func LoadLayersFromProto(m *kvportv1.LoadLayers) (*LoadLayers, error) {
+// LayersFromProto converts a SaveLayers or a LoadLayers.
+func LayersFromProto(m interface {
+	GetTransfer() *kvportv1.Transfer
+	GetSlot() uint32
+	GetCall() uint32
+},
+) (*Layers, error) {
 	if m.GetCall() == 0 || m.GetSlot() >= MaxCounters {
 		return nil, malformed("counter %d of call %d, there are %d", m.GetSlot(), m.GetCall(), MaxCounters)
 	}
 	t, err := TransferFromProto(m.GetTransfer())
-	return &LoadLayers{Transfer: &t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
+	return &Layers{Transfer: &t, Slot: int(m.GetSlot()), Call: m.GetCall()}, err
 }
 
 func statInfoToProto(s *connector.StatInfo) *kvportv1.StatInfo {

@@ -111,12 +111,12 @@ func TestCallsRoundTrip(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, reshape, gotReshape)
 
-		layers := &SaveLayers{Transfer: &transfer, Slot: rapid.IntRange(0, MaxCounters-1).Draw(t, "slot"), Call: rapid.Uint32Min(1).Draw(t, "call")}
-		loads := &LoadLayers{Transfer: layers.Transfer, Slot: layers.Slot, Call: layers.Call}
-		gotLoads, err := LoadLayersFromProto(over(t, LoadLayersToProto(loads)))
+		layers := &Layers{Transfer: &transfer, Slot: rapid.IntRange(0, MaxCounters-1).Draw(t, "slot"), Call: rapid.Uint32Min(1).Draw(t, "call")}
+		loads := &Layers{Transfer: layers.Transfer, Slot: layers.Slot, Call: layers.Call}
+		gotLoads, err := LayersFromProto(over(t, LoadLayersToProto(loads)))
 		require.NoError(t, err)
 		require.Equal(t, loads, gotLoads)
-		gotLayers, err := SaveLayersFromProto(over(t, SaveLayersToProto(layers)))
+		gotLayers, err := LayersFromProto(over(t, SaveLayersToProto(layers)))
 		require.NoError(t, err)
 		require.Equal(t, layers, gotLayers)
 

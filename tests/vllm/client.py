@@ -58,7 +58,7 @@ def start(rig, name, *command):
 
 
 def around(bounds):
-    """Their middle, and how far they are from it as a part of it: vLLM's client wants a range as that."""
+    """The middle of a range, and how far its ends lie from it, as a share of the middle: vLLM's client takes ranges in this form."""
     middle = sum(bounds) / 2
     return int(middle), (bounds[1] - middle) / middle
 

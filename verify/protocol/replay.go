@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -29,7 +30,7 @@ import (
 // patience is how long one answer may take, and the end of the process.
 const patience = 60 * time.Second
 
-// settling is how long a stream is watched, before it ends, for answers that nobody waits for.
+// settling is how long a stream is watched, before it ends, for answers that nobody waits for, unless a Player says otherwise.
 const settling = 100 * time.Millisecond
 
 // The cache that transcripts are about: one region, with 8 blocks in two segments. Block b has 256 bytes at 256 b and
@@ -65,6 +66,8 @@ type Player struct {
 	Frozen *protoregistry.Files
 	// Known, unless nil, are the descriptors of an older host: an answer with a field that they lack could not be read there.
 	Known *protoregistry.Files
+	// Settling is how long a stream is watched, before it ends, for answers that nobody waits for; 0: 100 ms.
+	Settling time.Duration
 }
 
 // Replay plays the host's side of a transcript and checks the plugin's side. dir is the folder in the config of the transcript,
@@ -103,7 +106,7 @@ func (p *Player) Replay(ctx context.Context, lines []Line, dir string) (err erro
 		n = next
 	}
 	for name, s := range r.streams {
-		if err := s.surplus(name); err != nil {
+		if err := r.surplus(name, s); err != nil {
 			return fmt.Errorf("at the end: %w", err)
 		}
 	}
@@ -190,7 +193,7 @@ func (r *replay) send(ctx context.Context, l *Line) error {
 		return fmt.Errorf("no stream is called %q", l.Host)
 	}
 	if l.Ends {
-		err := s.surplus(l.Host)
+		err := r.surplus(l.Host, s)
 		s.cancel()
 		delete(r.streams, l.Host)
 		return err
@@ -225,8 +228,8 @@ func (s *stream) answeredCall(data []byte) (id uint64, waited bool) {
 }
 
 // surplus finds answers that the transcript does not wait for, and that are to no call which has no answer yet.
-func (s *stream) surplus(name string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), settling)
+func (p *Player) surplus(name string, s *stream) error {
+	ctx, cancel := context.WithTimeout(context.Background(), cmp.Or(p.Settling, settling))
 	defer cancel()
 	for {
 		data, err := s.next(ctx)

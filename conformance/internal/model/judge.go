@@ -5,6 +5,7 @@ import (
 	"math/bits"
 	"slices"
 	"strings"
+	"time"
 )
 
 // Violation is a rule that an answer broke.
@@ -13,6 +14,7 @@ type Violation struct {
 	Call       int    // of the step
 	Allowed    string // what would have been right
 	Short      bool   // a Match offers less than it must: a connector may be late
+	Declined   bool   // a Save takes less than it must: a connector may want to be asked more often
 	Kind       string // violations of one kind are of one mistake, whatever rule each breaks; empty: the rule
 }
 
@@ -33,6 +35,8 @@ type Judge struct {
 	room   int64 // bytes after which a store may forget; below 0: it may forget always
 	used   int64
 	shards map[place]*shard
+
+	bounded *bounded // nil: room is all that bounds the store
 }
 
 // NewJudge begins a history. room is how many bytes of blocks the store must be able to keep.
@@ -52,8 +56,9 @@ type shard struct {
 	versions uint64 // those that may be found; 0: it must not be found
 	erased   uint64 // those that were there before a Reset
 	// Where it came from, for the rule that a violation breaks.
-	ever, cleared, seen, torn bool
-	life                      string // the rule of what has happened to the connector since
+	ever, cleared, seen, torn, expired bool
+	age                                time.Duration // for which histories have waited since it was saved
+	life                               string        // the rule of what has happened to the connector since
 }
 
 func (j *Judge) at(p place) *shard {
@@ -95,7 +100,7 @@ func (j *Judge) gather(step Step, results []Result) during {
 					}
 				}
 			}
-		case Load, Match, Reopen, Restart, Kill:
+		case Load, Match, Reopen, Restart, Wait, Kill:
 		}
 	}
 	return d
@@ -130,6 +135,9 @@ func (m *Moved) odd(call string) []*Violation {
 
 // sure reports whether a call of the step must find a place.
 func (j *Judge) sure(p place, d *during) bool {
+	if j.bounded != nil {
+		return len(d.saves) == 0 && !d.reset && j.bounded.fresh[p]
+	}
 	return !j.loose() && !d.reset && !d.replace[p] && j.at(p).sure
 }
 
@@ -148,6 +156,11 @@ func (j *Judge) Step(step Step, o *Outcome) *Violation {
 		}
 		all = append(all, found...)
 	}
+	if j.bounded != nil {
+		if v := j.bounded.judge(step, o); v != nil {
+			all = append(all, v)
+		}
+	}
 	for _, s := range o.Strays {
 		all = append(all, s.violation())
 	}
@@ -162,7 +175,7 @@ func (j *Judge) Step(step Step, o *Outcome) *Violation {
 func specific(rule string) int {
 	order := []string{
 		"WORK-04", "WORK-03", "LAYOUT-02", "WORK-06", "SCHED-01", "SCHED-04", "KEY-04", "KEY-07", "KEY-08", "KEY-06", "STORE-06", "RESET-01", "WORK-08",
-		"STORE-03", "GROUP-03", "GROUP-04", "STORE-02", "STORE-04", "LAYOUT-03", "WORK-02", "STORE-05", "SCHED-02", "FAULT-01", "STORE-01", "WORK-07",
+		"OFF-10", "OFF-02", "OFF-09", "OFF-05", "STORE-03", "GROUP-03", "GROUP-04", "STORE-02", "STORE-04", "LAYOUT-03", "WORK-02", "STORE-05", "SCHED-02", "FAULT-01", "STORE-01", "WORK-07",
 	}
 	if i := slices.Index(order, rule); i >= 0 {
 		return i
@@ -212,7 +225,7 @@ func (j *Judge) call(c *Call, res *Result, d *during) []*Violation {
 		if res.Err != nil && !res.Ended {
 			return []*Violation{{Rule: "RESET-01", Text: fmt.Sprintf("Reset failed: %v", res.Err), Allowed: "no error"}}
 		}
-	case Reopen, Restart, Kill:
+	case Reopen, Restart, Wait, Kill:
 		if res.Err != nil {
 			return []*Violation{{Rule: "OPEN-01", Text: res.Err.Error(), Allowed: "no error"}}
 		}
@@ -279,6 +292,8 @@ func (j *Judge) load(c *Call, res *Result, d *during) (found []*Violation) {
 // lostRule is the rule that a load breaks that fails for a block which is stored.
 func (j *Judge) lostRule(p place, lacksOthers bool) string {
 	switch s := j.at(p); {
+	case j.bounded != nil:
+		return "OFF-05"
 	case lacksOthers:
 		return "WORK-02"
 	case s.life != "":
@@ -306,6 +321,9 @@ func (j *Judge) content(ref Ref, rank int, f Found, d *during) *Violation {
 		if s.cleared {
 			v.Rule = "RESET-01"
 		}
+		if s.expired {
+			v.Rule = "OFF-10"
+		}
 	}
 	j.describe(v, ref, rank, f)
 	if f.What == Torn && (s.torn || d.failedR[p]) {
@@ -327,6 +345,9 @@ func (j *Judge) describe(v *Violation, ref Ref, rank int, f Found) {
 		if f.Ref == ref && f.Rank == rank {
 			if s.erased&(1<<f.Version) != 0 {
 				v.Rule = "RESET-01"
+				if s.expired {
+					v.Rule = "OFF-10"
+				}
 			}
 			v.Text = fmt.Sprintf("a load gives %s bytes that are not stored any more", name)
 		}

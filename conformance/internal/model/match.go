@@ -78,14 +78,16 @@ func (j *Judge) answer(q *Query, tokens int, ended bool, d *during) *Violation {
 	least := j.longest(q, func(p place) bool { return j.sure(p, d) })
 	if len(offer) < least && !ended {
 		gone := j.at(j.missing(q.Keys[q.Computed:q.Computed+least], len(offer)))
-		return &Violation{Rule: shortRule(gone), Short: true, Kind: lost, Text: fmt.Sprintf("a Match offers %d of %s that are stored", len(offer), count(least, "block")), Allowed: fmt.Sprintf("%d or more", least)}
+		return &Violation{Rule: j.shortRule(gone), Short: true, Kind: lost, Text: fmt.Sprintf("a Match offers %d of %s that are stored", len(offer), count(least, "block")), Allowed: fmt.Sprintf("%d or more", least)}
 	}
 	return nil
 }
 
 // shortRule is the rule that a Match breaks that does not find a block.
-func shortRule(s *shard) string {
+func (j *Judge) shortRule(s *shard) string {
 	switch {
+	case j.bounded != nil:
+		return "OFF-05"
 	case s.life != "":
 		return s.life
 	case s.seen:
@@ -170,28 +172,44 @@ func (j *Judge) tooMuch(offer []Key, maybe func(place) bool) *Violation {
 
 // absent says which rule an offer of a block breaks that is not there.
 func (j *Judge) absent(k Key, after []Key, maybe func(place) bool) *Violation {
-	some, groups, cleared, ever := false, 0, false, false
+	some, groups := false, 0
+	var past shard // what happened to any part of the block
 	for g := range j.shape.Groups {
 		for rank := range j.shape.Ranks {
 			p := place{k, g, rank}
+			s := j.at(p)
 			some = some || maybe(p)
-			cleared, ever = cleared || j.at(p).cleared, ever || j.at(p).ever
+			past.cleared, past.ever, past.expired = past.cleared || s.cleared, past.ever || s.ever, past.expired || s.expired
 		}
 		if j.onRanks(k, g, maybe) {
 			groups++
 		}
 	}
+	if !some {
+		if v := past.gone(k); v != nil {
+			return v
+		}
+	}
 	switch {
-	case cleared && !some:
-		return &Violation{Rule: "RESET-01", Text: fmt.Sprintf("but b%d was saved before a Reset", k+1)}
 	case groups > 0:
 		return &Violation{Rule: "GROUP-03", Text: fmt.Sprintf("but b%d is not stored in every group", k+1)}
 	case some:
 		return &Violation{Rule: "STORE-03", Text: fmt.Sprintf("but not every rank has stored b%d", k+1)}
 	case slices.ContainsFunc(after, func(k Key) bool { return j.all(k, maybe) }):
 		return &Violation{Rule: "STORE-02", Text: fmt.Sprintf("but b%d is absent, and what is behind it does not count", k+1)}
-	case ever:
+	case past.ever:
 		return &Violation{Rule: "WORK-08", Text: fmt.Sprintf("but b%d is not whole", k+1)}
 	}
 	return &Violation{Rule: "KEY-06", Text: fmt.Sprintf("but nobody has saved b%d", k+1)}
+}
+
+// gone says why a block cannot be there any more; nil if nothing has taken it.
+func (s *shard) gone(k Key) *Violation {
+	switch {
+	case s.expired:
+		return &Violation{Rule: "OFF-10", Text: fmt.Sprintf("but the time of b%d is over", k+1)}
+	case s.cleared:
+		return &Violation{Rule: "RESET-01", Text: fmt.Sprintf("but b%d was saved before a Reset", k+1)}
+	}
+	return nil
 }

@@ -65,6 +65,7 @@ const (
 	Reset               // forgets everything
 	Reopen              // closes and opens the sides of an engine, one after another
 	Restart             // ends an engine's connector and starts it again
+	Wait                // lets time pass
 	Kill                // kills an engine's connector amid the other calls of its step, and starts it again
 )
 
@@ -78,8 +79,10 @@ type Call struct {
 	Version int           // Save: which bytes the blocks have
 	Replace bool          // Save
 	Only    int           // Save: 1 plus the rank that alone saves; 0: all ranks
-	Cancel  time.Duration // the context ends so long after the call began; 0: never, below 0: before
+	After   time.Duration // how long after the other calls of its step it begins
+	Cancel  time.Duration // the context ends so long after the call began; 0: never, below 0: before; Wait: how long
 	Queries []Query       // Match
+	Tenant  int           // Save: whose blocks they are; 0: nobody's
 }
 
 // Query is one query of a Match.
@@ -101,9 +104,10 @@ type Near struct {
 
 // History is what is done.
 type History struct {
-	Shape Shape
-	Keys  []Near
-	Steps []Step
+	Shape  Shape
+	Keys   []Near
+	Steps  []Step
+	Bounds *Bounds // nil: the connector has room for all blocks
 }
 
 // Calls is how many calls there are.
@@ -253,7 +257,7 @@ type Outcome struct {
 
 // clone copies a history as deep as shrinking changes it.
 func (h *History) clone() *History {
-	n := &History{Shape: h.Shape, Keys: h.Keys, Steps: make([]Step, len(h.Steps))}
+	n := &History{Shape: h.Shape, Keys: h.Keys, Bounds: h.Bounds, Steps: make([]Step, len(h.Steps))}
 	n.Shape.Groups = slices.Clone(h.Shape.Groups)
 	for i, s := range h.Steps {
 		n.Steps[i] = slices.Clone(s)

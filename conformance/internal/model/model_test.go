@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -59,7 +60,7 @@ func TestHistories(t *testing.T) {
 	require.Greater(t, segments, 1900)
 	require.Greater(t, bytes, int64(2<<20))
 	require.Greater(t, batch, 3500)
-	require.Len(t, kinds, int(Kill)+1)
+	require.Len(t, kinds, int(Kill), "all but Wait, which bounded histories have")
 	require.Len(t, near, 1+28, "0, or 4 to 31 shared bytes")
 }
 
@@ -111,7 +112,7 @@ func (s *store) call(c *Call, r *Result) {
 	case Reset:
 		clear(s.blocks)
 		r.Emptied = true
-	case Reopen, Restart, Kill:
+	case Reopen, Restart, Wait, Kill:
 	}
 }
 
@@ -253,5 +254,72 @@ func TestRoom(t *testing.T) {
 		require.Nil(t, j.Step(save, &saved))
 		v := j.Step(miss, &Outcome{Results: []Result{{Answers: []int{0}}}})
 		require.Equal(t, room < 0, v == nil, fmt.Sprint(v))
+	}
+}
+
+// Bounded histories save more than the bounds, for tenants, with waits and resets, and the same again for the same seed.
+func TestBoundedHistories(t *testing.T) {
+	kinds := map[Kind]bool{}
+	for seed := range uint64(40) {
+		for n := range Tour {
+			h := GenerateBounded(seed, n, Bounded{Blocks: true, Tenant: true, Seconds: true}, Options{Reset: true})
+			require.Equal(t, h, GenerateBounded(seed, n, Bounded{Blocks: true, Tenant: true, Seconds: true}, Options{Reset: true}))
+			require.Positive(t, h.Bounds.Blocks)
+			for _, step := range h.Steps {
+				need := 0
+				for i := range step {
+					kinds[step[i].Kind] = true
+					need += len(step[i].Blocks(&h.Shape))
+				}
+				require.LessOrEqual(t, need, h.Shape.Slots)
+			}
+		}
+	}
+	require.Equal(t, map[Kind]bool{Save: true, Load: true, Match: true, Reset: true, Wait: true}, kinds)
+}
+
+// The judge of a bounded connector lets it forget, and not more than that.
+func TestBoundedJudge(t *testing.T) {
+	shape := Shape{Ranks: 1, Groups: []Group{{Segments: 1, Bytes: 64}}, Slots: 64}
+	limits := Limits{All: 2, Tenant: 2, Fits: 2, Time: time.Second}
+	census := Call{Kind: Match, Queries: []Query{{Keys: []Key{0}}, {Keys: []Key{1}}, {Keys: []Key{2}}}}
+	save := func(tenant int, keys ...Key) Call { return Call{Kind: Save, Keys: keys, Tenant: tenant} }
+	saved := Result{Ranks: []Moved{{Called: true}}}
+	offers := func(n ...int) Result {
+		r := Result{}
+		for _, blocks := range n {
+			r.Answers = append(r.Answers, blocks*BlockTokens)
+		}
+		return r
+	}
+	for what, c := range map[string]struct {
+		limits  Limits
+		calls   []Call
+		results []Result
+		want    string
+	}{
+		"forgets an old block":   {Limits{All: 2}, []Call{save(1, 0, 1), save(1, 2), census}, []Result{saved, saved, offers(0, 1, 1)}, ""},
+		"has too many":           {limits, []Call{save(1, 0, 1), save(2, 2), census}, []Result{saved, saved, offers(1, 1, 1)}, "OFF-02"},
+		"has too many of one":    {Limits{Tenant: 1}, []Call{save(1, 0, 1), census}, []Result{saved, offers(1, 1, 0)}, "OFF-09"},
+		"lost what it just took": {Limits{All: 2}, []Call{save(1, 0, 1), census}, []Result{saved, offers(1, 0, 0)}, "OFF-05"},
+		"has one too old":        {limits, []Call{save(1, 0), {Kind: Wait, Cancel: 2 * time.Second}, census}, []Result{saved, {}, offers(1, 0, 0)}, "OFF-10"},
+		"has one young enough":   {limits, []Call{save(1, 0), {Kind: Wait, Cancel: time.Second}, census}, []Result{saved, {}, offers(1, 0, 0)}, ""},
+		"declines what fits":     {limits, []Call{save(1, 0)}, []Result{{Ranks: []Moved{{Called: true, Err: errors.New("no"), Whole: true}}}}, "OFF-05"},
+		"declines what may not":  {limits, []Call{save(1, 0), save(1, 1)}, []Result{saved, {Ranks: []Moved{{Called: true, Err: errors.New("no"), Whole: true}}}}, ""},
+	} {
+		j := NewJudge(shape, 0)
+		j.Bound(c.limits)
+		var v *Violation
+		for i := range c.calls {
+			if v = j.Step(Step{c.calls[i]}, &Outcome{Results: []Result{c.results[i]}}); v != nil {
+				require.Equal(t, len(c.calls)-1, i, what)
+			}
+		}
+		if c.want == "" {
+			require.Nil(t, v, what)
+			continue
+		}
+		require.NotNil(t, v, what)
+		require.Equal(t, c.want, v.Rule, what)
 	}
 }

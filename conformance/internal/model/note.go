@@ -1,7 +1,12 @@
 package model
 
+import "time"
+
 // note remembers what a step did.
 func (j *Judge) note(step Step, o *Outcome, d *during) {
+	if j.bounded != nil {
+		j.bounded.note(step, o, &j.shape)
+	}
 	if d.reset {
 		j.reset(d)
 	}
@@ -11,6 +16,8 @@ func (j *Judge) note(step Step, o *Outcome, d *during) {
 	for i := range step {
 		c, res := &step[i], &o.Results[i]
 		switch c.Kind {
+		case Wait:
+			j.expire(c.Cancel)
 		case Restart, Reopen:
 			j.happened("STORE-01")
 		case Kill:
@@ -36,9 +43,23 @@ func (j *Judge) reset(d *during) {
 	}
 }
 
+// expire ends the time of what was saved long ago.
+func (j *Judge) expire(waited time.Duration) {
+	if j.bounded == nil || j.bounded.Time == 0 {
+		return
+	}
+	for _, s := range j.shards {
+		if s.age += waited; s.age < j.bounded.Time+waitSlack {
+			continue
+		}
+		*s = shard{ever: s.ever, erased: s.erased | s.versions, cleared: s.cleared, expired: s.versions != 0 || s.expired}
+	}
+}
+
 func (j *Judge) noteSave(p place, versions uint64, d *during) {
 	s := j.at(p)
 	was, acked := s.sure, d.ok[p] != 0
+	s.age = 0 // a save of what is stored may begin its time again
 	switch {
 	case d.okR[p] != 0 && !d.reset:
 		s.versions = versions
@@ -52,7 +73,7 @@ func (j *Judge) noteSave(p place, versions uint64, d *during) {
 		s.life, s.seen = "", false
 	}
 	if acked {
-		s.cleared = false
+		s.cleared, s.expired = false, false
 	}
 }
 

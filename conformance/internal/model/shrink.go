@@ -222,8 +222,23 @@ func (h *History) each(visit func(*Call)) {
 // simplifyCalls takes away from calls whatever makes them special.
 func (s *shrinker) simplifyCalls() {
 	changes := []func(*Call) bool{
-		func(c *Call) bool { was := c.Cancel != 0; c.Cancel = 0; return was },
-		func(c *Call) bool { was := c.Cancel > 0; c.Cancel = -1; return was },
+		func(c *Call) bool {
+			if c.Kind == Wait {
+				return false
+			}
+			was := c.Cancel != 0
+			c.Cancel = 0
+			return was
+		},
+		func(c *Call) bool {
+			if c.Kind == Wait {
+				return false
+			}
+			was := c.Cancel > 0
+			c.Cancel = -1
+			return was
+		},
+		func(c *Call) bool { was := c.After != 0; c.After = 0; return was },
 		func(c *Call) bool { was := c.Tail; c.Tail = false; return was },
 		func(c *Call) bool { was := c.Replace; c.Replace = false; return was },
 		func(c *Call) bool { was := c.Only != 0; c.Only = 0; return was },

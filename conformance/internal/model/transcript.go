@@ -200,7 +200,7 @@ func (t *reporter) call(c *Call) string {
 	case Match:
 		t.queries(&b, c.Queries)
 	default:
-		b.WriteString([]string{Reset: "reset", Reopen: "close and open the sides", Restart: "end and start the connector", Kill: "kill and start the connector"}[c.Kind])
+		b.WriteString([]string{Reset: "reset", Reopen: "close and open the sides", Wait: "wait", Restart: "end and start the connector", Kill: "kill and start the connector"}[c.Kind])
 	}
 	for _, part := range []struct {
 		is   bool
@@ -209,9 +209,12 @@ func (t *reporter) call(c *Call) string {
 		{c.Tail, " and a partial block"},
 		{c.Replace, ", Replace"},
 		{slices.ContainsFunc(c.Skip, func(n int) bool { return n > 0 }), fmt.Sprintf(", without the first %v of the groups", c.Skip)},
+		{c.Tenant > 0, fmt.Sprintf(", tenant %d", c.Tenant)},
+		{c.Kind == Wait, fmt.Sprintf(" for %v", c.Cancel)},
 		{c.Only > 0, fmt.Sprintf(", only on rank %d", c.Only-1)},
 		{c.Engine > 0, ", engine 2"},
-		{c.Cancel > 0 && c.Kind != Kill, fmt.Sprintf(", cancelled after %v", c.Cancel.Round(10*time.Microsecond))},
+		{c.After > 0, fmt.Sprintf(", %v later", c.After)},
+		{c.Cancel > 0 && c.Kind != Kill && c.Kind != Wait, fmt.Sprintf(", cancelled after %v", c.Cancel.Round(10*time.Microsecond))},
 		{c.Cancel < 0, ", cancelled before"},
 	} {
 		if part.is {

@@ -106,7 +106,7 @@ func (x *Index) Touch(k connector.StoreKey) {
 	}
 }
 
-// use counts a hit of an entry, and gives its key; false if it is not visible.
+// use counts a hit of an entry, pins it until Release, and gives its key; false if it is not visible.
 func (x *Index) use(id uint32) (k connector.StoreKey, ok bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -117,6 +117,7 @@ func (x *Index) use(id uint32) (k connector.StoreKey, ok bool) {
 		return k, false
 	}
 	x.policy.touch(id)
+	x.pins[id]++
 	return k, true
 }
 

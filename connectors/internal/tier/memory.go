@@ -171,18 +171,21 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 	}
 }
 
-// same reports whether a block is there as it is, as far as its size and the beginning of its digests say.
-func (m *memory) same(it connector.Item, size int) bool {
+// same reports whether a block is there as it is, as far as its size and the beginning of its digests say. If so, its slot is pinned.
+func (m *memory) same(it connector.Item, size int) (id uint32, is bool) {
 	id, err := m.acquire(it.Key, size, false)
 	if err != nil {
-		return false
+		return 0, false
 	}
-	defer m.index.Release(id)
 	want, at := storekit.Mark(it)
-	return bytes.Equal(m.block(id, size)[at:][:len(want)], want)
+	if !bytes.Equal(m.block(id, size)[at:][:len(want)], want) {
+		m.index.Release(id)
+		return 0, false
+	}
+	return id, true
 }
 
-// begin finds a slot for a block of size bytes. known: it is there already. A wait that is not nil ends
+// begin finds a slot for a block of size bytes. known: it is there already, in the slot of f, which is pinned. A wait that is not nil ends
 // when somebody else has written it.
 func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, known bool, wait <-chan struct{}, err error) {
 	if int64(size) > m.slotBytes {
@@ -193,9 +196,11 @@ func (m *memory) begin(it connector.Item, size int, expires int64) (f *fill, kno
 		m.fillMu.Unlock()
 		return nil, false, other, nil
 	}
-	if !it.Replace && m.same(it, size) {
-		m.fillMu.Unlock()
-		return nil, true, nil, nil
+	if !it.Replace {
+		if id, is := m.same(it, size); is {
+			m.fillMu.Unlock()
+			return &fill{id: id}, true, nil, nil
+		}
 	}
 	f = &fill{key: it.Key, tenant: it.Tenant, expires: expires, done: make(chan struct{})}
 	m.fills[it.Key] = f.done

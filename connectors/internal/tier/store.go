@@ -240,6 +240,7 @@ func (s *Store) Used(slots []uint32) {
 		}
 		s.memory.pins.loaded(s.memory.index, id, k)
 		s.writeBehind(k, id)
+		s.memory.index.Release(id)
 	}
 }
 
@@ -309,7 +310,7 @@ func (s *Store) Close() error {
 	return s.o.Lower.Close()
 }
 
-// put is one call that writes blocks into memory. What it has written stays pinned until the call is
+// put is one call that writes blocks into memory. What it has written, and what was there already, stays pinned until the call is
 // over, so that it does not evict its own blocks: when it returns all are visible.
 type put struct {
 	store   *Store
@@ -411,6 +412,7 @@ func (p *put) begin(i int) (wait <-chan struct{}) {
 		if p.lowered == notLowered {
 			s.memory.index.Touch(it.Key)
 		}
+		p.pinned = append(p.pinned, f.id)
 	case wait == nil:
 		p.pieces = gather(p.pieces, f.slot, it.Spans)
 		p.fills, p.index = append(p.fills, f), append(p.index, i)

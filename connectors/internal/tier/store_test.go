@@ -3,6 +3,7 @@ package tier
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -262,6 +263,29 @@ func TestPutLargerThanMemory(t *testing.T) {
 	cancel()
 	require.ErrorIs(t, s.Put(ctx, []connector.Item{item(70, 0)}), context.Canceled)
 	require.False(t, present(t, s, 70))
+}
+
+// TestPutKeepsWhatWasThere: a Put acknowledges a block that is there already, so the rest of the same Put does not push it out.
+func TestPutKeepsWhatWasThere(t *testing.T) {
+	for _, policy := range []string{LRU, ARC, S3FIFO} {
+		s := open(t, Options{MemoryBytes: ArenaBytes(8, blockBytes), Policy: policy})
+		puts(t, s, 0)
+		items := make([]connector.Item, 9)
+		for i := range items {
+			items[i] = item(uint64(i), 0) //nolint:gosec // not negative
+		}
+		err := s.Put(t.Context(), items)
+		declined, is := errors.AsType[*connector.ItemError](err)
+		require.True(t, is, "%s: %v", policy, err)
+		require.ErrorIs(t, err, ErrPinned)
+		require.Equal(t, []int{8}, declined.Items, policy)
+		for _, it := range items[:8] {
+			require.True(t, s.Has(it.Key), policy)
+		}
+		puts(t, s, 8) // and nothing stays pinned
+		require.True(t, s.Has(storeKey(8)))
+		require.NoError(t, s.Close())
+	}
 }
 
 func TestTTL(t *testing.T) {

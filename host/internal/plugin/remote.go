@@ -309,7 +309,7 @@ func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, _ *
 		<-fed
 	}()
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_SaveLayers{
-		SaveLayers: wire.SaveLayersToProto(&wire.SaveLayers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
+		SaveLayers: wire.SaveLayersToProto(&wire.Layers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
 	}})
 }
 
@@ -338,7 +338,7 @@ func (p *workerProxy) LoadLayers(ctx context.Context, t *connector.Transfer, kv 
 		<-over
 	}()
 	return p.move(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_LoadLayers{
-		LoadLayers: wire.LoadLayersToProto(&wire.LoadLayers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
+		LoadLayers: wire.LoadLayersToProto(&wire.Layers{Transfer: t, Slot: counter.Slot, Call: counter.Call}),
 	}})
 }
 

@@ -53,8 +53,8 @@ func (w *world) counted(f *front, place int) bool {
 
 // reached looks at an instance to which a request goes.
 func (w *world) reached(m *machine) {
-	if !m.up && w.now-m.since > noticed {
-		w.violate(ToTheDead, "instance %d has been down for %v", m.number, w.now-m.since)
+	if !m.up && w.Now()-m.since > noticed {
+		w.violate(ToTheDead, "instance %d has been down for %v", m.number, w.Now()-m.since)
 	}
 }
 
@@ -67,7 +67,7 @@ func (w *world) computed(q *flight, p *part, cached int) {
 
 // first notes the first token of an answer.
 func (w *world) first(q *flight) {
-	w.ttft = append(w.ttft, float32((w.now-q.turn.at).Seconds()*1e3))
+	w.ttft = append(w.ttft, float32((w.Now()-q.turn.at).Seconds()*1e3))
 }
 
 // remember keeps the last requests that were answered.
@@ -86,7 +86,7 @@ func (f *front) inspect(m *machine) {
 		f.count.Expired++
 	}
 	l.known = place >= 0
-	since := f.w.now - m.since
+	since := f.w.Now() - m.since
 	switch {
 	case m.up && !l.known && since > 2*registerEvery:
 		f.w.violate(WrongLease, "router %d has forgotten instance %d, which registers", f.number, m.number)

@@ -86,7 +86,7 @@ func (w *world) schedule() {
 		if m.rack() == 0 {
 			outage = shortOutage
 		}
-		w.at(fails, m.die)
-		w.at(fails+outage, m.rise)
+		w.At(fails, m.die)
+		w.At(fails+outage, m.rise)
 	}
 }

@@ -55,11 +55,11 @@ func (f *flight) attempt() {
 		ok = f.front.choose(f)
 	}
 	if !ok {
-		if f.w.now-f.turn.at > patience || !f.front.core.Full(f.tried) {
+		if f.w.Now()-f.turn.at > patience || !f.front.core.Full(f.tried) {
 			f.end(false)
 			return
 		}
-		f.w.after(200*time.Millisecond, f.attempt)
+		f.w.After(200*time.Millisecond, f.attempt)
 		return
 	}
 	f.choices++
@@ -192,7 +192,7 @@ func (f *flight) end(answered bool) {
 		f.w.lost = true
 		return
 	}
-	f.w.ended = f.w.now
+	f.w.ended = f.w.Now()
 	if answered {
 		f.w.result.Answered++
 		f.w.remember(f)

@@ -26,7 +26,7 @@ func newFront(w *world, number int) (*front, error) {
 		ttl = registerEvery * 2 / 3
 	}
 	core, err := router.NewCore(router.CoreConfig{
-		Policy: w.o.policy(), TTL: ttl, Seed: w.o.Seed, Now: func() time.Time { return time.Unix(1e9, 0).Add(w.now) },
+		Policy: w.o.policy(), TTL: ttl, Seed: w.o.Seed, Now: func() time.Time { return time.Unix(1e9, 0).Add(w.Now()) },
 	})
 	return &front{w: w, number: number, core: core}, err
 }

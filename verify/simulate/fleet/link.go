@@ -111,9 +111,9 @@ func (l *link) send(b batch) {
 	if w.o.Fault == LateEvents {
 		delay = lateBy
 	}
-	l.last = max(l.last, w.now+delay)
+	l.last = max(l.last, w.Now()+delay)
 	life := l.machine.life
-	w.at(l.last, func() {
+	w.At(l.last, func() {
 		for range copies {
 			if l.order != nil && (l.machine.life == life && l.machine.up || w.o.Mutant == EpochIgnored) {
 				l.deliver(b)

@@ -76,7 +76,7 @@ func (m *machine) rack() int { return m.number / 2 % racks }
 // during makes something happen later, unless the machine has died by then.
 func (m *machine) during(delay time.Duration, do func()) {
 	life := m.life
-	m.w.after(delay, func() {
+	m.w.After(delay, func() {
 		if m.up && m.life == life {
 			do()
 		}
@@ -174,7 +174,7 @@ func (m *machine) drop(f *flight) {
 
 // die ends the machine with all that it has: connections break, and its port refuses others.
 func (m *machine) die() {
-	m.up, m.since = false, m.w.now
+	m.up, m.since = false, m.w.Now()
 	m.cache, m.queue, m.kept, m.seq = newCache(m.w.o.capacity()), nil, nil, 0
 	broken := m.work
 	m.work = nil
@@ -188,7 +188,7 @@ func (m *machine) die() {
 
 // rise starts the machine again, with an empty cache.
 func (m *machine) rise() {
-	m.up, m.since = true, m.w.now
+	m.up, m.since = true, m.w.Now()
 	m.life++
 	for _, l := range m.links {
 		l.nonce = register.NoNonce

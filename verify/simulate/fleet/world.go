@@ -1,19 +1,18 @@
 package fleet
 
 import (
-	"container/heap"
 	"context"
 	"fmt"
 	"math/rand/v2"
 	"time"
+
+	"github.com/kvport/kvport/verify/simulate/clock"
 )
 
 // world is a fleet while it runs: one loop over what happens in virtual time.
 type world struct {
+	clock.Clock
 	o        Options
-	now      time.Duration
-	queue    happenings
-	happened int
 	rng      *rand.Rand // of faults, and of when registrations and health checks come
 	trace    *trace
 	machines []*machine
@@ -35,49 +34,16 @@ type world struct {
 	text   []byte
 }
 
-// happening is something that happens at a time.
-type happening struct {
-	at time.Duration
-	n  int // breaks ties
-	do func()
-}
-
-type happenings []happening
-
-func (h happenings) Len() int { return len(h) }
-func (h happenings) Less(i, j int) bool {
-	return h[i].at < h[j].at || h[i].at == h[j].at && h[i].n < h[j].n
-}
-func (h happenings) Swap(i, j int) { h[i], h[j] = h[j], h[i] }
-func (h *happenings) Push(x any) {
-	one, _ := x.(happening)
-	*h = append(*h, one)
-}
-
-func (h *happenings) Pop() any {
-	last := (*h)[len(*h)-1]
-	(*h)[len(*h)-1] = happening{}
-	*h = (*h)[:len(*h)-1]
-	return last
-}
-
-func (w *world) at(t time.Duration, do func()) {
-	w.happened++
-	heap.Push(&w.queue, happening{t, w.happened, do})
-}
-
-func (w *world) after(d time.Duration, do func()) { w.at(w.now+d, do) }
-
 // every makes something happen again and again, with times between that vary by a part of them.
 func (w *world) every(first, pause time.Duration, vary float64, do func()) {
 	var again func()
 	again = func() {
 		do()
 		if !w.over {
-			w.after(time.Duration(float64(pause)*(1+vary*(2*w.rng.Float64()-1))), again)
+			w.After(time.Duration(float64(pause)*(1+vary*(2*w.rng.Float64()-1))), again)
 		}
 	}
-	w.at(first, again)
+	w.At(first, again)
 }
 
 // clock is the time by which decisions are measured.
@@ -113,13 +79,13 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 		w.machines = append(w.machines, newMachine(w, i))
 	}
 	w.start()
-	for n := 0; len(w.queue) > 0 && !w.over; n++ {
+	for n := 0; !w.over; n++ {
 		if n%1024 == 0 && ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
-		next, _ := heap.Pop(&w.queue).(happening)
-		w.now = next.at
-		next.do()
+		if !w.Next() {
+			break
+		}
 	}
 	w.finish()
 	r := w.result // the fleet is not kept with it
@@ -160,13 +126,13 @@ func (w *world) flood(by *link) {
 // arriveNext draws the next request of the trace, if there is one.
 func (w *world) arriveNext() {
 	if w.arrivals == w.o.Requests {
-		w.ended = w.now
+		w.ended = w.Now()
 		w.rest()
 		return
 	}
 	w.arrivals++
 	t := w.trace.next()
-	w.at(t.at, func() {
+	w.At(t.at, func() {
 		w.arrive(t)
 		w.arriveNext()
 	})
@@ -175,11 +141,11 @@ func (w *world) arriveNext() {
 // rest waits for the last requests to end, and then for all that is on its way to come. It gives up if for long none has ended:
 // what is left is lost.
 func (w *world) rest() {
-	if w.left > 0 && w.now-w.ended < longest {
-		w.after(time.Second, w.rest)
+	if w.left > 0 && w.Now()-w.ended < longest {
+		w.After(time.Second, w.rest)
 		return
 	}
-	w.result.Seconds = w.now.Seconds()
+	w.result.Seconds = w.Now().Seconds()
 	for _, f := range w.fronts {
 		w.result.UntilRest.add(&f.count)
 	}
@@ -189,7 +155,7 @@ func (w *world) rest() {
 			m.publish(nil)
 		}
 	}
-	w.after(settled, func() { w.over = true })
+	w.After(settled, func() { w.over = true })
 }
 
 // violate notes that something is wrong, once for each kind.
@@ -198,5 +164,5 @@ func (w *world) violate(kind, format string, args ...any) {
 		return
 	}
 	w.broken[kind] = true
-	w.result.Violations = append(w.result.Violations, fmt.Sprintf("%s: after %v: %s", kind, w.now, fmt.Sprintf(format, args...)))
+	w.result.Violations = append(w.result.Violations, fmt.Sprintf("%s: after %v: %s", kind, w.Now(), fmt.Sprintf(format, args...)))
 }

@@ -1,6 +1,6 @@
 package simulated
 
-import "time"
+import "github.com/kvport/kvport/verify/simulate/clock"
 
 // job is what one engine does of a request: it computes a prompt, generates the answer, or both.
 type job struct {
@@ -14,7 +14,7 @@ type job struct {
 // engine computes in steps. In each step every answer that runs gets a token, and what is left of the step's budget goes to prompts, in the order in
 // which they came.
 type engine struct {
-	c       *clock
+	c       *clock.Clock
 	rates   *rates
 	budget  int    // tokens of a step
 	used    int    // tokens that jobs with room need
@@ -26,7 +26,7 @@ type engine struct {
 	systems map[*int32]bool // system prompts in its cache; nothing is evicted
 }
 
-func newEngine(c *clock, r *rates, budget int) *engine {
+func newEngine(c *clock.Clock, r *rates, budget int) *engine {
 	return &engine{c: c, rates: r, budget: budget, held: map[int]int{}, systems: map[*int32]bool{}}
 }
 
@@ -87,7 +87,7 @@ func (e *engine) step() {
 		return
 	}
 	e.busy = true
-	e.c.after(e.rates.step(tokens, len(e.answers)), func() {
+	e.c.After(e.rates.step(tokens, len(e.answers)), func() {
 		e.end()
 		e.busy = false
 		e.step()
@@ -128,39 +128,4 @@ func (e *engine) generate(j *job, over bool) {
 		return
 	}
 	e.answers = append(e.answers, j)
-}
-
-// clock is virtual time, and what is to happen.
-type clock struct {
-	now   time.Duration
-	queue happenings
-	n     int
-}
-
-type happening struct {
-	at time.Duration
-	n  int // breaks ties
-	do func()
-}
-
-// happenings are a heap.
-type happenings []happening
-
-func (h happenings) Len() int { return len(h) }
-func (h happenings) Less(i, j int) bool {
-	return h[i].at < h[j].at || h[i].at == h[j].at && h[i].n < h[j].n
-}
-func (h happenings) Swap(i, j int) { h[i], h[j] = h[j], h[i] }
-
-// Push implements heap.Interface.
-func (h *happenings) Push(x any) {
-	one, _ := x.(happening)
-	*h = append(*h, one)
-}
-
-// Pop implements heap.Interface.
-func (h *happenings) Pop() any {
-	last := (*h)[len(*h)-1]
-	*h = (*h)[:len(*h)-1]
-	return last
 }

@@ -3,13 +3,13 @@
 package simulated
 
 import (
-	"container/heap"
 	"context"
 	"fmt"
 	"time"
 
 	"github.com/kvport/kvport/verify/bench"
 	"github.com/kvport/kvport/verify/bench/serve"
+	"github.com/kvport/kvport/verify/simulate/clock"
 )
 
 // Setup is a way to serve on eight GPUs.
@@ -77,7 +77,7 @@ func Run(ctx context.Context, o Options) ([]*serve.Result, error) {
 
 // world is a setup while it runs.
 type world struct {
-	clock
+	clock.Clock
 	*Setup
 	engines []*engine
 	list    []serve.Request
@@ -90,7 +90,8 @@ type world struct {
 // play is how each request of a schedule goes.
 func (s *Setup) play(list []serve.Request) []serve.Outcome {
 	w := newWorld(s, list)
-	w.run()
+	for w.Next() {
+	}
 	return w.out
 }
 
@@ -98,7 +99,7 @@ func (s *Setup) play(list []serve.Request) []serve.Outcome {
 func newWorld(s *Setup, list []serve.Request) *world {
 	w := &world{Setup: s, list: list, home: map[int]*engine{}, out: make([]serve.Outcome, len(list)), last: make([]time.Duration, len(list))}
 	for range s.engines {
-		w.engines = append(w.engines, newEngine(&w.clock, s.rates, s.budget))
+		w.engines = append(w.engines, newEngine(&w.Clock, s.rates, s.budget))
 	}
 	for i := range list {
 		r := &list[i]
@@ -108,24 +109,9 @@ func newWorld(s *Setup, list []serve.Request) *world {
 		}
 		w.lengths = append(w.lengths, length)
 		w.out[i] = serve.Outcome{At: r.At, Aside: r.Aside, Sent: r.At, Later: r.After >= 0, Answer: serve.Answer{Prompt: length}}
-		w.after(r.At, func() { w.arrive(i) })
+		w.After(r.At, func() { w.arrive(i) })
 	}
 	return w
-}
-
-// after makes something happen later.
-func (c *clock) after(d time.Duration, do func()) {
-	c.n++
-	heap.Push(&c.queue, happening{c.now + d, c.n, do})
-}
-
-// run lets everything happen.
-func (c *clock) run() {
-	for len(c.queue) > 0 {
-		next, _ := heap.Pop(&c.queue).(happening)
-		c.now = next.at
-		next.do()
-	}
 }
 
 // arrive sends a request to the engine that computes its prompt.
@@ -156,7 +142,7 @@ func (w *world) arrive(i int) {
 		e.generate(j, w.token(i, e)) // the first token comes with the prompt
 	}
 	e.know(r.System) // from now on: the prompts after this one are computed after it
-	w.after(wait, func() { e.take(j) })
+	w.After(wait, func() { e.take(j) })
 }
 
 // choose is the engine of a conversation: where it began, or the one with the fewest requests.
@@ -188,7 +174,7 @@ func (w *world) cached(e *engine, i int) int {
 func (w *world) handOver(i int, p *engine, computed *job) {
 	r, d := &w.list[i], w.engines[1]
 	lacks := w.lengths[i] - w.cached(d, i)
-	w.after(transfer(lacks), func() {
+	w.After(transfer(lacks), func() {
 		p.free(computed)
 		d.know(r.System)
 		d.hold(r.Conversation, w.lengths[i])
@@ -200,13 +186,13 @@ func (w *world) handOver(i int, p *engine, computed *job) {
 func (w *world) token(i int, e *engine) bool {
 	o := &w.out[i]
 	if o.Pieces == 0 {
-		o.First = w.now
+		o.First = w.Now()
 	} else {
-		o.Gaps = append(o.Gaps, w.now-w.last[i])
+		o.Gaps = append(o.Gaps, w.Now()-w.last[i])
 	}
 	o.Pieces++
 	o.Answer.Completed++
-	o.End, w.last[i] = w.now, w.now
+	o.End, w.last[i] = w.Now(), w.Now()
 	e.hold(w.list[i].Conversation, w.lengths[i]+o.Pieces)
 	return o.Pieces == w.list[i].MaxTokens
 }

@@ -227,7 +227,8 @@ func TestChoose(t *testing.T) {
 		long(5*time.Second, 4, -1),     // the second one
 	}
 	w := newWorld(s, list)
-	w.run()
+	for w.Next() {
+	}
 	place := map[int]int{}
 	for talk, e := range w.home {
 		place[talk] = slices.Index(w.engines, e)
