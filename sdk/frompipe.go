@@ -170,12 +170,17 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 // LoadLayers implements connector.LayerLoader: it copies the digests of all blocks, and then one layer after the other. What it lacks
 // a block of it loads as Load does.
 func (w *pipeWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
-	items, blocks, partial, err := w.items(t, kv)
-	if err != nil || len(partial) > 0 || !w.env.Role.Loads() || !w.Has(items) {
+	items, _, partial, err := w.items(t, kv)
+	if err != nil || len(partial) > 0 || !w.env.Role.Loads() {
 		return w.Load(ctx, t, kv)
 	}
-	err = wire.Guard(w.log, "get", func() error { return w.GetLayers(ctx, items, t, kv.Layout(), arrived) })
-	if err = blockError(err, blocks); err == nil && w.env.Rank == 0 {
+	held, ok := w.Hold(items, t.Blocks, kv.Layout())
+	if !ok {
+		return w.Load(ctx, t, kv)
+	}
+	defer held.Release()
+	err = wire.Guard(w.log, "get", func() error { return held.Get(ctx, arrived) })
+	if err == nil && w.env.Rank == 0 {
 		w.Fetched(t.Ticket)
 	}
 	return err

@@ -2,7 +2,6 @@ package peer
 
 import (
 	"context"
-	"fmt"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -11,80 +10,86 @@ import (
 // start.
 const minStage = 1 << 20
 
-// Has reports whether all blocks of a load are in the buffer.
-func (w *Worker) Has(items []connector.Item) bool {
-	for i := range items {
-		if !w.peers.has(items[i].Key) {
-			return false
-		}
-	}
-	return true
+// Held are the blocks of a load. They stay in the buffer as they are until they are released, so that no layer of one can be
+// missing, or be of another version than those that were copied before it.
+type Held struct {
+	items  []connector.Item
+	groups []uint16 // of the items
+	data   [][]byte // of the items
+	frees  []func()
+	pieces map[layerOf][]piece
+	layers int
 }
 
-// GetLayers copies the blocks of a load, all of which have keys, out of the buffer: the digests first, then one layer after the
-// other, and says which are there. Of a small load it says nothing, since that is over at once. An *ItemError names the blocks that
-// were dropped meanwhile.
-func (w *Worker) GetLayers(ctx context.Context, items []connector.Item, t *connector.Transfer, l *connector.Layout, arrived connector.Arrivals) error {
-	c := &layerCopy{peers: w.peers, items: items, blocks: t.Blocks, layout: l}
-	if err := c.layer(ctx, connector.DigestLayer); err != nil {
-		return err
+// layerOf names one layer of the blocks of a group.
+type layerOf struct {
+	group uint16
+	layer int
+}
+
+// piece is a segment of a block: which of the block's spans it fills, and where it begins in the stored block.
+type piece struct{ span, at int }
+
+// piecesOf are the segments of a cache, by group and layer.
+func piecesOf(l *connector.Layout) map[layerOf][]piece {
+	out, next := map[layerOf][]piece{}, map[uint16]piece{}
+	for i := range l.Segments {
+		s := &l.Segments[i]
+		of, p := layerOf{s.Group, s.Layer}, next[s.Group]
+		out[of] = append(out[of], p)
+		next[s.Group] = piece{p.span + 1, p.at + int(s.Bytes)}
 	}
-	layers, told := l.Layers(), false
-	for n := range layers {
-		if err := c.layer(ctx, n); err != nil {
+	return out
+}
+
+// Hold keeps the blocks of a load in the buffer, whose items these are. ok is false, and nothing is held, if one is not there or has
+// another length. The caller releases what is held.
+func (w *Worker) Hold(items []connector.Item, blocks []connector.Block, l *connector.Layout) (_ *Held, ok bool) {
+	h := &Held{items: items, pieces: piecesOf(l), layers: l.Layers()}
+	for i := range items {
+		data, release, found := w.peers.memory.Hold(items[i].Key)
+		if found {
+			h.frees = append(h.frees, release)
+		}
+		if !found || len(data) != items[i].Size() {
+			h.Release()
+			return nil, false
+		}
+		h.groups, h.data = append(h.groups, blocks[i].Group), append(h.data, data)
+	}
+	return h, true
+}
+
+// Release lets the blocks go.
+func (h *Held) Release() {
+	for _, free := range h.frees {
+		free()
+	}
+}
+
+// Get copies the blocks: the digests first, then one layer after the other, and says which are there. Of a small load it says
+// nothing, since that is over at once. An error is that of ctx.
+func (h *Held) Get(ctx context.Context, arrived connector.Arrivals) error {
+	copied, told := h.copy(connector.DigestLayer), false
+	for n := range h.layers {
+		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if last := n == layers-1; c.copied >= minStage && !last || last && told {
+		copied += h.copy(n)
+		if last := n == h.layers-1; copied >= minStage && !last || last && told {
 			arrived.Advance(n + 1)
-			c.copied, told = 0, true
+			copied, told = 0, true
 		}
 	}
 	return nil
 }
 
-// layerCopy is one load layer by layer.
-type layerCopy struct {
-	peers  *Store
-	items  []connector.Item
-	blocks []connector.Block // of the items
-	layout *connector.Layout
-	copied int // bytes that were not announced
-}
-
-// layer copies the segments of one layer of all blocks.
-func (c *layerCopy) layer(ctx context.Context, layer int) error {
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	failed := &connector.ItemError{}
-	for i := range c.items {
-		it := &c.items[i]
-		found, err := c.peers.memory.Read(it.Key, func(data []byte) error {
-			if len(data) != it.Size() {
-				return fmt.Errorf("block of %d bytes, there is room for %d: %w", len(data), it.Size(), connector.ErrOutdated)
-			}
-			span := 0
-			for s := range c.layout.Segments {
-				if c.layout.Segments[s].Group != c.blocks[i].Group {
-					continue
-				}
-				to := it.Spans[span]
-				if c.layout.Segments[s].Layer == layer {
-					c.copied += copy(to, data)
-				}
-				data, span = data[len(to):], span+1
-			}
-			return nil
-		})
-		if err == nil && !found {
-			err = fmt.Errorf("block is not in the buffer any more: %w", connector.ErrGone)
-		}
-		if err != nil {
-			failed.Items, failed.Err = append(failed.Items, i), err
+// copy copies one layer of all blocks, and returns how many bytes that was.
+func (h *Held) copy(layer int) (n int) {
+	for i, data := range h.data {
+		for _, p := range h.pieces[layerOf{h.groups[i], layer}] {
+			n += copy(h.items[i].Spans[p.span], data[p.at:])
 		}
 	}
-	if failed.Err != nil {
-		return failed
-	}
-	return nil
+	return n
 }

@@ -2,7 +2,9 @@ package peer
 
 import (
 	"bytes"
+	"context"
 	"log/slog"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -17,6 +19,7 @@ type watcher struct {
 	kv        *connector.KV
 	blocks    []connector.Block
 	announced []int
+	then      func(n int) // what happens to the buffer meanwhile; may be nil
 }
 
 // Advance implements connector.Arrivals.
@@ -28,6 +31,9 @@ func (w *watcher) Advance(n int) {
 				require.Equal(w.t, content(i, s, int(seg.Bytes)), w.kv.View(s, b.ID), "block %d, segment %d, %d layers", i, s, n)
 			}
 		}
+	}
+	if w.then != nil {
+		w.then(n)
 	}
 }
 
@@ -43,20 +49,70 @@ func TestGetLayers(t *testing.T) {
 	}{"each layer": {1100 << 10, []int{1, 2, 3}}, "two at a time": {400 << 10, []int{2, 3}}, "small": {64, nil}} {
 		t.Run(name, func(t *testing.T) {
 			w, kv, items, load := filled(t, test.bytes)
-			require.True(t, w.Has(items))
+			held, ok := w.Hold(items, load.Blocks, kv.Layout())
+			require.True(t, ok)
 			watch := &watcher{t: t, kv: kv, blocks: load.Blocks}
-			require.NoError(t, w.GetLayers(t.Context(), items, load, kv.Layout(), watch))
+			require.NoError(t, held.Get(t.Context(), watch))
+			held.Release()
 			require.Equal(t, test.want, watch.announced)
-
-			items[1].Key = connector.StoreKey{9} // one that is not there
-			require.False(t, w.Has(items))
-			watch.announced = nil
-			var some *connector.ItemError
-			require.ErrorAs(t, w.GetLayers(t.Context(), items, load, kv.Layout(), watch), &some)
-			require.Equal(t, []int{1}, some.Items)
-			require.Empty(t, watch.announced)
 		})
 	}
+}
+
+// Rule OVERLAP-02: what happens to the buffer during a load, neither that a block is replaced in it nor that one is dropped, does
+// anything to the load.
+func TestGetLayersOfWhatWasThere(t *testing.T) {
+	w, kv, items, load := filled(t, 1100<<10)
+	memory := w.peers.memory
+	other := connector.Item{Key: items[1].Key, Spans: [][]byte{make([]byte, items[1].Size())}, Replace: true}
+	watch := &watcher{t: t, kv: kv, blocks: load.Blocks}
+	watch.then = func(n int) {
+		switch n {
+		case 1:
+			require.NoError(t, memory.Insert(t.Context(), []connector.Item{other}))
+		case 2:
+			_, err := memory.Reserve(connector.StoreKey{8}, 5<<20)
+			require.ErrorIs(t, err, connector.ErrBusy, "what is held has its place")
+		}
+	}
+	held, ok := w.Hold(items, load.Blocks, kv.Layout())
+	require.True(t, ok)
+	require.NoError(t, held.Get(t.Context(), watch))
+	require.Equal(t, []int{1, 2, 3}, watch.announced)
+	watch.then = nil
+	watch.Advance(3) // every block is as it was stored
+	held.Release()
+	slot, err := memory.Reserve(connector.StoreKey{8}, 8<<20)
+	require.NoError(t, err, "what was held can be dropped")
+	require.NoError(t, slot.Done(nil))
+
+	_, ok = w.Hold(items, load.Blocks, kv.Layout())
+	require.False(t, ok, "none is there any more")
+}
+
+// Nothing is held of a load of which a block is not there, or has another length; nor does one that was cancelled announce anything.
+func TestHoldsAllOrNothing(t *testing.T) {
+	w, kv, items, load := filled(t, 1100<<10)
+	held, ok := w.Hold(items, load.Blocks, kv.Layout())
+	require.True(t, ok)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	watch := &watcher{t: t, kv: kv, blocks: load.Blocks}
+	require.ErrorIs(t, held.Get(ctx, watch), context.Canceled)
+	require.Empty(t, watch.announced)
+	held.Release()
+	for _, change := range []func(it *connector.Item){
+		func(it *connector.Item) { it.Key = connector.StoreKey{9} },
+		func(it *connector.Item) { it.Spans = it.Spans[1:] },
+	} {
+		some := slices.Clone(items)
+		change(&some[1])
+		_, ok := w.Hold(some, load.Blocks, kv.Layout())
+		require.False(t, ok)
+	}
+	slot, err := w.peers.memory.Reserve(connector.StoreKey{8}, 8<<20)
+	require.NoError(t, err)
+	require.NoError(t, slot.Done(nil))
 }
 
 // filled is a worker whose buffer has two blocks of two groups, in a layout whose digests lie between layers.
