@@ -188,7 +188,25 @@ func (w *pipeWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *
 
 // Save implements connector.Worker. It also sends the saved blocks to the consumer that the request names.
 func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	err := w.storeWorker.Save(ctx, t, kv)
+	return w.save(ctx, t, t.Blocks, kv)
+}
+
+// SaveLayers implements connector.LayerWorker. It pushes each layer to the subscribers; where there are none, and of blocks for
+// which there is no room until others are stored, it waits for the last layer and saves as Save does.
+func (w *pipeWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	left, err := w.PushLayers(ctx, t, kv, progress)
+	if err != nil {
+		return fmt.Errorf("save: %w", err)
+	}
+	return w.save(ctx, t, left, kv)
+}
+
+// save stores what is left of a transfer, and then sends those of all its blocks that are stored to the consumer that the request
+// names.
+func (w *pipeWorker) save(ctx context.Context, t *connector.Transfer, left []connector.Block, kv *connector.KV) error {
+	rest := *t
+	rest.Blocks = left
+	err := w.storeWorker.Save(ctx, &rest, kv)
 	w.PushSaved(ctx, t)
 	return err
 }

@@ -13,15 +13,21 @@ import (
 // begin starts to save blocks layer by layer; their content is there when the one layer is announced.
 func (e *peerEngine) begin(keys ...byte) (count *connector.LayerCount, ended chan error) {
 	e.Helper()
+	return e.beginOf(blocksAt(0, keys...))
+}
+
+// beginOf is begin for a transfer.
+func (e *peerEngine) beginOf(t *connector.Transfer) (count *connector.LayerCount, ended chan error) {
+	e.Helper()
 	worker, ok := connector.As[connector.LayerWorker](e.worker)
 	require.True(e, ok)
-	for i, k := range keys {
+	for _, b := range t.Blocks {
 		for j := range 64 {
-			e.memory[64*i+j] = k + byte(j)
+			e.memory[64*int(b.ID)+j] = b.Key[0] + byte(j)
 		}
 	}
 	count, ended = &connector.LayerCount{}, make(chan error, 1)
-	go func() { ended <- worker.SaveLayers(e.Context(), blocksAt(0, keys...), e.kv, count) }()
+	go func() { ended <- worker.SaveLayers(e.Context(), t, e.kv, count) }()
 	return count, ended
 }
 
@@ -112,5 +118,28 @@ func TestSubscribedAndPushed(t *testing.T) {
 		d.load(ticket, 1, 2)
 		require.Equal(t, pushed, p.count("pushed_blocks_total"))
 		require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
+	}
+}
+
+// A step that is larger than the buffer is stored as by a save after the step, whether somebody has subscribed or not, also if it
+// replaces what is there.
+func TestLayersBeyondTheBuffer(t *testing.T) {
+	keys := []byte{1, 2, 3, 4, 5, 6, 7, 8}
+	for _, subscribers := range []int64{0, 1} {
+		w := &wires{}
+		p := w.engine(t, "p", connector.RoleBoth, pipe.Peers{Bytes: 256, Spill: 1 << 13})
+		if subscribers > 0 {
+			w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
+		}
+		require.Eventually(t, func() bool { return p.count("subscribers") == subscribers }, time.Minute, time.Millisecond)
+		for _, replace := range []bool{false, true} {
+			save := blocksAt(0, keys...)
+			save.Replace = replace
+			count, ended := p.beginOf(save)
+			count.Advance(1)
+			require.NoError(t, <-ended)
+			require.Equal(t, len(keys), p.has(keys...))
+			p.load(nil, keys...)
+		}
 	}
 }

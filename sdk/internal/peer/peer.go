@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -195,36 +196,40 @@ func (w *Worker) Fetched(t connector.Ticket) {
 	}
 }
 
-// PushSaved sends the saved blocks of a request to the consumer that the request names.
+// PushSaved sends the blocks of a request that are stored now to the consumer that the request names.
 func (w *Worker) PushSaved(ctx context.Context, t *connector.Transfer) {
 	to := w.peers.target(t.Request)
 	if to == "" {
 		return
 	}
-	if keys := w.peers.pushing.add(t.Request, w.keys(t.Blocks, w.env.Rank, w.env.Rank+1)); len(keys) > 0 {
+	stored := slices.DeleteFunc(w.keys(t.Blocks, w.env.Rank, w.env.Rank+1), func(k connector.StoreKey) bool { return !w.peers.has(k) })
+	if keys := w.peers.pushing.add(t.Request, stored); len(keys) > 0 {
 		w.peers.push(ctx, to, &message{kind: kindPush, keys: keys})
 	}
 }
 
-// SaveLayers implements connector.LayerWorker. It copies each layer to the buffer and pushes it to the
-// subscribers; after the last layer the blocks can be found.
-func (w *Worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+// PushLayers copies blocks to the buffer layer by layer, pushes them to the subscribers meanwhile, and returns when all layers are
+// final. The blocks can be found then, except for those of left, which the caller has to store: all of them where nobody has
+// subscribed, and else those for which there was no room while the others were being computed.
+func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) (left []connector.Block, err error) {
 	if !w.env.Role.Saves() {
-		return fmt.Errorf("save: this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
+		return nil, fmt.Errorf("this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
 	}
-	blocks, failed, err := w.reserve(t, kv)
-	if err != nil {
-		giveUp(blocks, err)
-		return fmt.Errorf("save: %w", err)
+	push, left := w.peers.beginPush(), t.Blocks
+	var blocks []*layered
+	if len(push.to) > 0 {
+		if blocks, left, err = w.reserve(t, kv); err != nil {
+			giveUp(blocks, err)
+			return nil, err
+		}
 	}
-	push := w.peers.beginPush()
 	layers := kv.Layout().Layers()
 	for n := 0; n < layers; {
 		final, err := progress.Wait(ctx, n)
 		if err != nil {
 			giveUp(blocks, err)
 			push.drop(blocks)
-			return err
+			return nil, err
 		}
 		if final == layers {
 			push.early()
@@ -234,8 +239,8 @@ func (w *Worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 	}
 	var sent []connector.StoreKey
 	for _, b := range blocks {
-		if err := b.slot.Done(nil); err != nil {
-			failed = append(failed, b.id)
+		if b.slot.Done(nil) != nil { // the buffer is closed
+			left = append(left, b.block)
 			continue
 		}
 		sent = append(sent, b.key)
@@ -243,11 +248,7 @@ func (w *Worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 	if push.reaches(w.peers.target(t.Request)) { // it has them
 		w.peers.pushing.add(t.Request, sent)
 	}
-	w.PushSaved(ctx, t)
-	if len(failed) > 0 {
-		return &connector.BlockError{Blocks: failed, Err: fmt.Errorf("no room in the buffer: %w", connector.ErrBusy)}
-	}
-	return nil
+	return left, nil
 }
 
 // giveUp frees the room of blocks.
@@ -257,9 +258,9 @@ func giveUp(blocks []*layered, err error) {
 	}
 }
 
-// reserve takes room for the blocks of a transfer that are not stored yet. failed lists those for which
-// there is none. With an error some blocks may have room.
-func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
+// reserve takes room for the blocks of a transfer that are not stored yet. left are those for which there is none. With an error
+// some blocks may have room.
+func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, left []connector.Block, err error) {
 	for _, b := range t.Blocks {
 		if b.Key == (connector.BlockKey{}) {
 			continue
@@ -272,17 +273,17 @@ func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*lay
 		if !t.Replace && w.peers.has(key) {
 			continue
 		}
-		l := &layered{key: key, group: b.Group, id: b.ID, offsets: map[int]int{}}
+		l := &layered{key: key, block: b, offsets: map[int]int{}}
 		size := 0
 		for i, s := range kv.Segments(b.Group) {
 			l.offsets[s] = size
 			size += len(spans[i])
 		}
 		if l.slot, err = w.peers.memory.Reserve(key, size); err != nil {
-			failed = append(failed, b.ID)
+			left = append(left, b)
 			continue
 		}
 		blocks = append(blocks, l)
 	}
-	return blocks, failed, nil
+	return blocks, left, nil
 }

@@ -403,8 +403,7 @@ func (m *message) parseLayers(rest []byte, size int) (ok bool) {
 // layered is a block that is being computed: its room in the buffer, and the offsets of its segments there.
 type layered struct {
 	key     connector.StoreKey
-	group   uint16
-	id      connector.BlockID
+	block   connector.Block
 	slot    *lookupbuffer.Slot
 	offsets map[int]int // by segment
 }
@@ -447,9 +446,9 @@ func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
 	var spans [][]byte
 	for _, b := range blocks {
 		data := b.slot.Bytes()
-		for _, s := range kv.Between(b.group, from, to) {
+		for _, s := range kv.Between(b.block.Group, from, to) {
 			at := b.offsets[s]
-			piece := data[at : at+copy(data[at:], kv.View(s, b.id))]
+			piece := data[at : at+copy(data[at:], kv.View(s, b.block.ID))]
 			parts = append(parts, part{key: b.key, total: uint32(len(data)), offset: uint32(at), size: uint32(len(piece))})
 			spans = append(spans, piece)
 		}
