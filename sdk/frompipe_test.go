@@ -143,6 +143,19 @@ type peerEngine struct {
 
 func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pipe.Peers) *peerEngine {
 	t.Helper()
+	return w.engineOf(t, name, role, peers, []connector.Segment{{BlockStride: 64, Bytes: 64}})
+}
+
+// layered is an engine with three layers.
+func (w *wires) layered(t *testing.T, name string, role connector.Role, peers pipe.Peers) *peerEngine {
+	t.Helper()
+	return w.engineOf(t, name, role, peers, []connector.Segment{
+		{BlockStride: 64, Bytes: 16}, {Layer: 2, BlockStride: 64, Offset: 16, Bytes: 32}, {Layer: 1, BlockStride: 64, Offset: 48, Bytes: 16},
+	})
+}
+
+func (w *wires) engineOf(t *testing.T, name string, role connector.Role, peers pipe.Peers, segments []connector.Segment) *peerEngine {
+	t.Helper()
 	peers.Network = w
 	type config struct{}
 	stats := append(PeerStats(), LayerStats()...)
@@ -152,7 +165,7 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	e := &peerEngine{T: t, memory: make([]byte, 512)}
 	layout := connector.Layout{
 		Blocks: 8, Groups: []connector.Group{{BlockTokens: 4, Policy: connector.PolicyAll}},
-		Segments: []connector.Segment{{BlockStride: 64, Bytes: 64}},
+		Segments: segments,
 	}
 	env := connector.Env{Engine: name, Epoch: 1, Role: role, World: 1, Layout: layout}
 	var err error

@@ -2,6 +2,7 @@ package sdk
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -141,5 +142,52 @@ func TestLayersBeyondTheBuffer(t *testing.T) {
 			require.Equal(t, len(keys), p.has(keys...))
 			p.load(nil, keys...)
 		}
+	}
+}
+
+// Two requests of one step compute the same blocks: a subscriber gets the layers of one of them, and has the blocks if that one is
+// not given up. The producer has them in any case, and the subscription goes on.
+func TestSubscribedTwins(t *testing.T) {
+	for _, givenUp := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			w := &wires{}
+			p := w.layered(t, "p", connector.RoleBoth, pipe.Peers{})
+			d := w.layered(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
+			synctest.Wait()
+			first, firstEnded := p.begin(1, 2)
+			synctest.Wait()
+			second, secondEnded := p.begin(1, 2)
+			for n := 1; n <= 3; n++ {
+				synctest.Wait()
+				if n == 2 && givenUp {
+					first.GiveUp()
+					require.ErrorIs(t, <-firstEnded, connector.ErrGone)
+				}
+				first.Advance(n)
+				second.Advance(n)
+			}
+			require.NoError(t, <-secondEnded)
+			synctest.Wait()
+			require.Equal(t, 2, p.has(1, 2))
+			if givenUp {
+				require.Zero(t, d.has(1))
+			} else {
+				require.NoError(t, <-firstEnded)
+				require.Equal(t, 2, d.has(1, 2))
+				d.load(nil, 1, 2)
+				require.Equal(t, int64(128), p.count("layer_bytes_total"))
+			}
+			require.Equal(t, int64(1), p.count("subscribers"))
+
+			again := blocksAt(0, 1, 2)
+			again.Replace = true
+			count, ended := p.beginOf(again)
+			count.Advance(3)
+			require.NoError(t, <-ended)
+			synctest.Wait()
+			require.Equal(t, 2, d.has(1, 2), "they are sent again")
+			d.load(nil, 1, 2)
+			require.Equal(t, 1, w.dials)
+		})
 	}
 }

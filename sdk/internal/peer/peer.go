@@ -210,7 +210,8 @@ func (w *Worker) PushSaved(ctx context.Context, t *connector.Transfer) {
 
 // PushLayers copies blocks to the buffer layer by layer, pushes them to the subscribers meanwhile, and returns when all layers are
 // final. The blocks can be found then, except for those of left, which the caller has to store: all of them where nobody has
-// subscribed, and else those for which there was no room while the others were being computed.
+// subscribed, and else those for which there was no room while the others were being computed, and those that another
+// transfer pushes at that time.
 func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) (left []connector.Block, err error) {
 	if !w.env.Role.Saves() {
 		return nil, fmt.Errorf("this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
@@ -220,8 +221,10 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 	if len(push.to) > 0 {
 		if blocks, left, err = w.reserve(t, kv); err != nil {
 			giveUp(blocks, err)
+			w.peers.pushes.end(blocks)
 			return nil, err
 		}
+		defer w.peers.pushes.end(blocks)
 	}
 	layers := kv.Layout().Layers()
 	for n := 0; n < layers; {
@@ -258,8 +261,8 @@ func giveUp(blocks []*layered, err error) {
 	}
 }
 
-// reserve takes room for the blocks of a transfer that are not stored yet. left are those for which there is none. With an error
-// some blocks may have room.
+// reserve takes room for the blocks of a transfer that are not stored yet. left are those for which there is none, and those whose
+// layers another transfer sends. With an error some blocks may have room.
 func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, left []connector.Block, err error) {
 	for _, b := range t.Blocks {
 		if b.Key == (connector.BlockKey{}) {
@@ -273,6 +276,10 @@ func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*lay
 		if !t.Replace && w.peers.has(key) {
 			continue
 		}
+		if !w.peers.pushes.begin(key) {
+			left = append(left, b)
+			continue
+		}
 		l := &layered{key: key, block: b, offsets: map[int]int{}}
 		size := 0
 		for i, s := range kv.Segments(b.Group) {
@@ -280,6 +287,7 @@ func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*lay
 			size += len(spans[i])
 		}
 		if l.slot, err = w.peers.memory.Reserve(key, size); err != nil {
+			w.peers.pushes.end([]*layered{l})
 			left = append(left, b)
 			continue
 		}

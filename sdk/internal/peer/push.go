@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -332,10 +331,11 @@ type subscriber struct {
 	lost  func()       // ends its link
 }
 
-// pushes counts what was pushed.
+// pushes knows who subscribes and what is being sent, and counts it.
 type pushes struct {
 	mu          sync.Mutex
 	subscribers map[*subscriber]struct{}
+	sending     map[connector.StoreKey]struct{} // blocks whose layers are being sent
 
 	sent, taken, early atomic.Int64 // bytes
 }
@@ -350,6 +350,27 @@ func (p *pushes) remove(s *subscriber) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.subscribers, s)
+}
+
+// begin claims a block whose layers are to be sent. It reports false while another transfer sends them: a subscriber puts a block
+// together of parts and could not tell those of one transfer from those of the other.
+func (p *pushes) begin(k connector.StoreKey) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, busy := p.sending[k]; busy {
+		return false
+	}
+	p.sending[k] = struct{}{}
+	return true
+}
+
+// end gives up the claim to blocks: no more of their layers will be sent.
+func (p *pushes) end(blocks []*layered) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range blocks {
+		delete(p.sending, b.key)
+	}
 }
 
 func (p *pushes) all() []*subscriber {
@@ -505,157 +526,4 @@ func (p *push) drop(blocks []*layered) {
 			}
 		}
 	}
-}
-
-// pushedTo is where this consumer listens for blocks that are pushed, or "".
-func (s *Store) pushedTo() string {
-	if s.listener == nil || !s.peers.Pushed {
-		return ""
-	}
-	return s.listener.Address()
-}
-
-// subscription receives what one producer computes, as long as the store is open.
-type subscription struct {
-	store    *Store
-	address  string
-	partial  map[connector.StoreKey]*partial
-	received int64
-}
-
-// partial is a block of which some parts have arrived.
-type partial struct {
-	slot *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
-	size int
-	got  int
-}
-
-// run dials again and again. It warns of the first failure, and again when it hears that the producer refuses it, which
-// the operator has to mend.
-func (s *subscription) run() {
-	for pause, warned, refused := redialAfter, false, false; ; pause = min(2*pause, pushPatience) {
-		began := time.Now()
-		err := wire.Guard(s.store.log, "subscribe", s.once)
-		if s.store.ctx.Err() != nil {
-			return
-		}
-		if time.Since(began) > time.Second {
-			pause, warned, refused = redialAfter, false, false
-		}
-		if refuses := errors.Is(err, connector.ErrIncompatible); !warned || refuses && !refused {
-			s.store.log.Warn("a producer's layers do not arrive, its blocks are fetched instead", "address", s.address, "error", err)
-			warned, refused = true, refuses
-		}
-		if !s.store.pause(pause) {
-			return
-		}
-	}
-}
-
-// once dials and receives until the link breaks.
-func (s *subscription) once() error {
-	ctx, cancel := context.WithTimeout(s.store.ctx, s.store.peers.Wait)
-	link, err := s.store.peers.Network.Dial(ctx, s.address)
-	cancel()
-	if err != nil {
-		return err
-	}
-	s.partial, s.received = map[connector.StoreKey]*partial{}, 0
-	defer func() {
-		_ = link.Close()
-		for k := range s.partial {
-			s.drop(k)
-		}
-	}()
-	if err := s.store.send(link.Out, &message{kind: kindSubscribe, from: s.store.pushedTo()}, nil); err != nil {
-		return err
-	}
-	for {
-		if err := s.receive(link); err != nil {
-			return err
-		}
-	}
-}
-
-// receive handles one frame.
-func (s *subscription) receive(link pipe.Link) error {
-	var m *message
-	var payload []byte
-	err := link.In.Recv(s.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
-		if m, err = parseMessage(header, size); err != nil {
-			return nil, err
-		}
-		if m.kind != kindParts {
-			payload = make([]byte, size)
-			return [][]byte{payload}, nil
-		}
-		for _, p := range m.parts {
-			span, err := s.place(&p)
-			if err != nil {
-				return nil, err
-			}
-			spans = append(spans, span)
-		}
-		return spans, nil
-	})
-	if err != nil {
-		return err
-	}
-	switch m.kind {
-	case kindParts:
-		for _, p := range m.parts {
-			s.arrived(&p)
-		}
-		return s.store.send(link.Out, &message{kind: kindTaken, bytes: s.received}, nil)
-	case kindDrop:
-		if err := m.parseKeys(payload); err != nil {
-			return err
-		}
-		for _, k := range m.keys {
-			s.drop(k)
-		}
-		return nil
-	}
-	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
-}
-
-// place returns the memory for a part.
-func (s *subscription) place(p *part) ([]byte, error) {
-	b := s.partial[p.key]
-	if b == nil {
-		b = &partial{size: int(p.total)}
-		var err error
-		if b.slot, err = s.store.memory.Reserve(p.key, b.size); err != nil && !errors.Is(err, connector.ErrBusy) && !errors.Is(err, connector.ErrIncompatible) {
-			return nil, err
-		}
-		s.partial[p.key] = b
-	}
-	switch {
-	case b.size != int(p.total) || b.got+int(p.size) > b.size:
-		return nil, fmt.Errorf("a producer sends parts that do not fit: %w", connector.ErrIncompatible)
-	case b.slot == nil:
-		return make([]byte, p.size), nil
-	}
-	return b.slot.Bytes()[p.offset:][:p.size], nil
-}
-
-// arrived counts a part; with the last one its block can be found.
-func (s *subscription) arrived(p *part) {
-	s.received += int64(p.size)
-	b := s.partial[p.key]
-	if b.got += int(p.size); b.got < b.size {
-		return
-	}
-	delete(s.partial, p.key)
-	if b.slot != nil {
-		_ = b.slot.Done(nil)
-	}
-}
-
-// drop gives up a block that will not be complete.
-func (s *subscription) drop(k connector.StoreKey) {
-	if b := s.partial[k]; b != nil && b.slot != nil {
-		_ = b.slot.Done(errUnwanted)
-	}
-	delete(s.partial, k)
 }

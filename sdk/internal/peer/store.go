@@ -49,7 +49,7 @@ type Store struct {
 func newStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *Store {
 	s := &Store{
 		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{}, links: map[*consumerLink]struct{}{},
-		pushes: pushes{subscribers: map[*subscriber]struct{}{}},
+		pushes: pushes{subscribers: map[*subscriber]struct{}{}, sending: map[connector.StoreKey]struct{}{}},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())

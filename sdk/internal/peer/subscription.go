@@ -1,0 +1,207 @@
+package peer
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
+	"github.com/kvport/kvport/lookupbuffer"
+	"github.com/kvport/kvport/pipe"
+)
+
+// pushedTo is where this consumer listens for blocks that are pushed, or "".
+func (s *Store) pushedTo() string {
+	if s.listener == nil || !s.peers.Pushed {
+		return ""
+	}
+	return s.listener.Address()
+}
+
+// subscription receives what one producer computes, as long as the store is open.
+type subscription struct {
+	store    *Store
+	address  string
+	partial  map[connector.StoreKey]*partial
+	received int64
+}
+
+// partial is a block of which some parts have arrived.
+type partial struct {
+	slot *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
+	size int
+	got  ranges
+}
+
+// ranges are parts of a block: those of its bytes, from the first up to but not including the last, in order. They neither overlap
+// nor touch.
+type ranges [][2]int
+
+// add adds a range, unless it overlaps one that is there.
+func (r *ranges) add(from, to int) bool {
+	all := *r
+	at, _ := slices.BinarySearchFunc(all, from, func(x [2]int, from int) int { return cmp.Compare(x[0], from) })
+	if at > 0 && all[at-1][1] > from || at < len(all) && all[at][0] < to {
+		return false
+	}
+	after, before := at > 0 && all[at-1][1] == from, at < len(all) && all[at][0] == to
+	switch {
+	case after && before:
+		all[at-1][1] = all[at][1]
+		all = slices.Delete(all, at, at+1)
+	case after:
+		all[at-1][1] = to
+	case before:
+		all[at][0] = from
+	default:
+		all = slices.Insert(all, at, [2]int{from, to})
+	}
+	*r = all
+	return true
+}
+
+// whole reports whether these are all bytes of a block.
+func (r *ranges) whole(size int) bool { return len(*r) == 1 && (*r)[0] == [2]int{0, size} }
+
+// run dials again and again. It warns of the first failure, and again when it hears that the producer refuses it, which
+// the operator has to mend.
+func (s *subscription) run() {
+	for pause, warned, refused := redialAfter, false, false; ; pause = min(2*pause, pushPatience) {
+		began := time.Now()
+		err := wire.Guard(s.store.log, "subscribe", s.once)
+		if s.store.ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) > time.Second {
+			pause, warned, refused = redialAfter, false, false
+		}
+		if refuses := errors.Is(err, connector.ErrIncompatible); !warned || refuses && !refused {
+			s.store.log.Warn("a producer's layers do not arrive, its blocks are fetched instead", "address", s.address, "error", err)
+			warned, refused = true, refuses
+		}
+		if !s.store.pause(pause) {
+			return
+		}
+	}
+}
+
+// once dials and receives until the link breaks.
+func (s *subscription) once() error {
+	ctx, cancel := context.WithTimeout(s.store.ctx, s.store.peers.Wait)
+	link, err := s.store.peers.Network.Dial(ctx, s.address)
+	cancel()
+	if err != nil {
+		return err
+	}
+	s.partial, s.received = map[connector.StoreKey]*partial{}, 0
+	defer func() {
+		_ = link.Close()
+		for k := range s.partial {
+			s.drop(k)
+		}
+	}()
+	if err := s.store.send(link.Out, &message{kind: kindSubscribe, from: s.store.pushedTo()}, nil); err != nil {
+		return err
+	}
+	for {
+		if err := s.receive(link); err != nil {
+			return err
+		}
+	}
+}
+
+// receive handles one frame.
+func (s *subscription) receive(link pipe.Link) error {
+	var m *message
+	var payload []byte
+	err := link.In.Recv(s.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
+		if m, err = parseMessage(header, size); err != nil {
+			return nil, err
+		}
+		if m.kind != kindParts {
+			payload = make([]byte, size)
+			return [][]byte{payload}, nil
+		}
+		for _, p := range m.parts {
+			span, err := s.place(&p)
+			if err != nil {
+				return nil, err
+			}
+			spans = append(spans, span)
+		}
+		return spans, nil
+	})
+	if err != nil {
+		return err
+	}
+	switch m.kind {
+	case kindParts:
+		for _, p := range m.parts {
+			if err := s.arrived(&p); err != nil {
+				return err
+			}
+		}
+		return s.store.send(link.Out, &message{kind: kindTaken, bytes: s.received}, nil)
+	case kindDrop:
+		if err := m.parseKeys(payload); err != nil {
+			return err
+		}
+		for _, k := range m.keys {
+			s.drop(k)
+		}
+		return nil
+	}
+	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
+}
+
+// errMisfit is the error of parts that do not make up a block.
+var errMisfit = fmt.Errorf("a producer sends parts that do not fit: %w", connector.ErrIncompatible)
+
+// place returns the memory for a part.
+func (s *subscription) place(p *part) ([]byte, error) {
+	b := s.partial[p.key]
+	if b == nil {
+		b = &partial{size: int(p.total)}
+		var err error
+		if b.slot, err = s.store.memory.Reserve(p.key, b.size); err != nil && !errors.Is(err, connector.ErrBusy) && !errors.Is(err, connector.ErrIncompatible) {
+			return nil, err
+		}
+		s.partial[p.key] = b
+	}
+	switch {
+	case b.size != int(p.total):
+		return nil, errMisfit
+	case b.slot == nil:
+		return make([]byte, p.size), nil
+	}
+	return b.slot.Bytes()[p.offset:][:p.size], nil
+}
+
+// arrived counts a part; with the last one its block can be found.
+func (s *subscription) arrived(p *part) error {
+	s.received += int64(p.size)
+	b := s.partial[p.key]
+	if b == nil || !b.got.add(int(p.offset), int(p.offset+p.size)) {
+		return errMisfit
+	}
+	if !b.got.whole(b.size) {
+		return nil
+	}
+	delete(s.partial, p.key)
+	if b.slot != nil {
+		return b.slot.Done(nil)
+	}
+	return nil
+}
+
+// drop gives up a block that will not be complete.
+func (s *subscription) drop(k connector.StoreKey) {
+	if b := s.partial[k]; b != nil && b.slot != nil {
+		_ = b.slot.Done(errUnwanted)
+	}
+	delete(s.partial, k)
+}

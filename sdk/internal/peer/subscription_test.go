@@ -1,0 +1,86 @@
+package peer
+
+import (
+	"log/slog"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/pipe"
+)
+
+// ranges behave like a set of bytes to which only new ones are added.
+func TestRanges(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const size = 8
+		var r ranges
+		model, all := map[int]bool{}, 0
+		for range rapid.IntRange(0, 20).Draw(t, "steps") {
+			from := rapid.IntRange(0, size-1).Draw(t, "from")
+			to := rapid.IntRange(from+1, size).Draw(t, "to")
+			fresh := true
+			for i := from; i < to; i++ {
+				fresh = fresh && !model[i]
+			}
+			require.Equal(t, fresh, r.add(from, to))
+			for i := from; i < to && fresh; i++ {
+				model[i], all = true, all+1
+			}
+			require.Equal(t, all == size, r.whole(size))
+		}
+	})
+}
+
+// subscribed is a subscription whose link is up, and the room of its consumer.
+func subscribed(t *testing.T, peers pipe.Peers) *subscription {
+	t.Helper()
+	s := newStore(peers, nil, slog.New(slog.DiscardHandler))
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	return &subscription{store: s, partial: map[connector.StoreKey]*partial{}}
+}
+
+// take is what happens to a frame of parts.
+func (s *subscription) take(parts ...part) error {
+	for _, p := range parts {
+		if _, err := s.place(&p); err != nil {
+			return err
+		}
+	}
+	for _, p := range parts {
+		if err := s.arrived(&p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// A block is there when all of its bytes are, and parts that overlap are refused, in one frame or in several.
+func TestPartsThatOverlap(t *testing.T) {
+	k := connector.StoreKey{1}
+	at := func(offset, size uint32) part { return part{key: k, total: 8, offset: offset, size: size} }
+	for name, frames := range map[string][][]part{
+		"in one frame": {{at(0, 4), at(2, 4)}}, "in two": {{at(4, 4)}, {at(0, 2)}, {at(3, 2)}}, "twice": {{at(0, 4)}, {at(0, 4)}},
+		"all twice": {{at(0, 8), at(0, 8)}}, "another size": {{at(0, 4)}, {{key: k, total: 9, offset: 4, size: 5}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := subscribed(t, pipe.Peers{Bytes: 64})
+			for i, f := range frames {
+				err := s.take(f...)
+				if i < len(frames)-1 {
+					require.NoError(t, err)
+					require.False(t, s.store.has(k))
+				} else {
+					require.ErrorIs(t, err, errMisfit)
+				}
+			}
+		})
+	}
+	s := subscribed(t, pipe.Peers{Bytes: 64})
+	require.NoError(t, s.take(at(6, 2), at(0, 3)))
+	require.False(t, s.store.has(k))
+	require.NoError(t, s.take(at(3, 3)))
+	require.True(t, s.store.has(k))
+	require.Empty(t, s.partial)
+}
