@@ -324,7 +324,7 @@ func parseParts(rest []byte, size int) ([]part, bool) {
 // subscriber is a consumer that receives what is computed here.
 type subscriber struct {
 	out     pipe.Pipe
-	address string // at which it listens for blocks that are pushed; "" if it does not
+	address string // at which it listens for blocks that are pushed; "" if it does not; it does not change once pushes has it
 
 	sent  atomic.Int64 // bytes
 	taken atomic.Int64 // bytes that it has confirmed
@@ -340,10 +340,16 @@ type pushes struct {
 	sent, taken, early atomic.Int64 // bytes
 }
 
-func (p *pushes) add(s *subscriber) {
+// add adds a subscriber that listens at an address. It subscribes once: saves that are under way read the address.
+func (p *pushes) add(s *subscriber, address string) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if _, known := p.subscribers[s]; known {
+		return fmt.Errorf("a consumer has subscribed already: %w", connector.ErrIncompatible)
+	}
+	s.address = address
 	p.subscribers[s] = struct{}{}
+	return nil
 }
 
 func (p *pushes) remove(s *subscriber) {

@@ -70,3 +70,15 @@ func TestPushSavedSendsWhatIsStored(t *testing.T) {
 	w.PushSaved(t.Context(), save)
 	require.Equal(t, keys[1:], s.pushing.add("r", keys))
 }
+
+// A consumer subscribes once: a save that is under way compares its address.
+func TestSubscribesOnce(t *testing.T) {
+	s := newStore(pipe.Peers{}, nil, nil)
+	defer func() { require.NoError(t, s.Close()) }()
+	consumer := &subscriber{}
+	require.NoError(t, s.answer(consumer, &message{kind: kindSubscribe, from: "a"}))
+	push := s.beginPush()
+	require.ErrorIs(t, s.answer(consumer, &message{kind: kindSubscribe, from: "another"}), connector.ErrIncompatible)
+	require.True(t, push.reaches("a"))
+	require.False(t, push.reaches("another"))
+}

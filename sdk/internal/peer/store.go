@@ -171,9 +171,7 @@ func (s *Store) answer(to *subscriber, m *message) error {
 	out := to.out
 	switch m.kind {
 	case kindSubscribe:
-		to.address = m.from
-		s.pushes.add(to)
-		return nil
+		return s.pushes.add(to, m.from)
 	case kindTaken:
 		return s.pushes.confirmed(to, m.bytes)
 	case kindWant:
