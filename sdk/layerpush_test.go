@@ -1,6 +1,7 @@
 package sdk
 
 import (
+	"context"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,11 +15,11 @@ import (
 // begin starts to save blocks layer by layer; their content is there when the one layer is announced.
 func (e *peerEngine) begin(keys ...byte) (count *connector.LayerCount, ended chan error) {
 	e.Helper()
-	return e.beginOf(blocksAt(0, keys...))
+	return e.beginOf(e.Context(), blocksAt(0, keys...))
 }
 
 // beginOf is begin for a transfer.
-func (e *peerEngine) beginOf(t *connector.Transfer) (count *connector.LayerCount, ended chan error) {
+func (e *peerEngine) beginOf(ctx context.Context, t *connector.Transfer) (count *connector.LayerCount, ended chan error) {
 	e.Helper()
 	worker, ok := connector.As[connector.LayerWorker](e.worker)
 	require.True(e, ok)
@@ -28,7 +29,7 @@ func (e *peerEngine) beginOf(t *connector.Transfer) (count *connector.LayerCount
 		}
 	}
 	count, ended = &connector.LayerCount{}, make(chan error, 1)
-	go func() { ended <- worker.SaveLayers(e.Context(), t, e.kv, count) }()
+	go func() { ended <- worker.SaveLayers(ctx, t, e.kv, count) }()
 	return count, ended
 }
 
@@ -80,21 +81,50 @@ func TestSubscribedGivenUp(t *testing.T) {
 	require.Eventually(t, func() bool { return d.has(5, 6, 7, 8) == 4 }, time.Minute, time.Millisecond)
 }
 
-// A subscriber that does not receive loses its link, but the save succeeds.
-func TestSubscriberThatSleeps(t *testing.T) {
-	w := &wires{}
-	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
-	link, err := w.Dial(t.Context(), "wire-0")
-	require.NoError(t, err)
-	defer link.Close()
-	require.NoError(t, link.Out.Send(t.Context(), []byte{1, 6}, nil)) // it subscribes
-	require.Eventually(t, func() bool { return p.count("subscribers") == 1 }, time.Minute, time.Millisecond)
-	for k := range byte(3) { // the pipe has room for one frame
-		count, ended := p.begin(9 + k)
-		count.Advance(1)
-		require.NoError(t, <-ended)
+// Subscribers that do not receive lose their links. They cost a save no more than the patience of one, and nothing once the save is
+// given up or cancelled. Others get everything.
+func TestSubscribersThatSleep(t *testing.T) {
+	const patience = 5 * time.Second
+	for name, test := range map[string]struct {
+		goesOn func(count *connector.LayerCount, cancel func()) // after the first layer
+		takes  time.Duration
+		err    error
+		blocks int
+	}{
+		"goes on":   {func(count *connector.LayerCount, _ func()) { count.Advance(3) }, patience, nil, 2},
+		"given up":  {func(count *connector.LayerCount, _ func()) { count.GiveUp() }, 0, connector.ErrGone, 0},
+		"cancelled": {func(count *connector.LayerCount, cancel func()) { count.Advance(2); synctest.Wait(); cancel() }, 0, context.Canceled, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := &wires{}
+				p := w.layered(t, "p", connector.RoleBoth, pipe.Peers{Patience: patience})
+				d := w.layered(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
+				for range 3 {
+					link, err := w.Dial(t.Context(), "wire-0")
+					require.NoError(t, err)
+					t.Cleanup(func() { _ = link.Close() })
+					require.NoError(t, link.Out.Send(t.Context(), []byte{1, 6}, nil)) // it subscribes
+				}
+				synctest.Wait()
+				require.Equal(t, int64(4), p.count("subscribers"))
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				count, ended := p.beginOf(ctx, blocksAt(0, 1, 2))
+				count.Advance(1) // the pipe has room for one frame
+				synctest.Wait()
+				began := time.Now()
+				test.goesOn(count, cancel)
+				require.ErrorIs(t, <-ended, test.err)
+				require.Equal(t, test.takes, time.Since(began))
+				<-time.After(patience)
+				synctest.Wait()
+				require.Equal(t, int64(1), p.count("subscribers"))
+				require.Equal(t, test.blocks, p.has(1, 2))
+				require.Equal(t, test.blocks, d.has(1, 2))
+			})
+		})
 	}
-	require.Eventually(t, func() bool { return p.count("subscribers") == 0 }, time.Minute, time.Millisecond)
 }
 
 // A consumer to which blocks are pushed, and which has subscribed as well, is sent the blocks of a request once. One that has not
@@ -136,7 +166,7 @@ func TestLayersBeyondTheBuffer(t *testing.T) {
 		for _, replace := range []bool{false, true} {
 			save := blocksAt(0, keys...)
 			save.Replace = replace
-			count, ended := p.beginOf(save)
+			count, ended := p.beginOf(t.Context(), save)
 			count.Advance(1)
 			require.NoError(t, <-ended)
 			require.Equal(t, len(keys), p.has(keys...))
@@ -181,7 +211,7 @@ func TestSubscribedTwins(t *testing.T) {
 
 			again := blocksAt(0, 1, 2)
 			again.Replace = true
-			count, ended := p.beginOf(again)
+			count, ended := p.beginOf(t.Context(), again)
 			count.Advance(3)
 			require.NoError(t, <-ended)
 			synctest.Wait()

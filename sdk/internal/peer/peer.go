@@ -220,25 +220,24 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 	var blocks []*layered
 	if len(push.to) > 0 {
 		if blocks, left, err = w.reserve(t, kv); err != nil {
-			giveUp(blocks, err)
-			w.peers.pushes.end(blocks)
+			push.giveUp(blocks, err)
 			return nil, err
 		}
-		defer w.peers.pushes.end(blocks)
 	}
 	layers := kv.Layout().Layers()
 	for n := 0; n < layers; {
 		final, err := progress.Wait(ctx, n)
+		if err == nil {
+			if final == layers {
+				push.early()
+			}
+			push.layers(ctx, blocks, kv, n, final)
+			n, err = final, ctx.Err()
+		}
 		if err != nil {
-			giveUp(blocks, err)
-			push.drop(blocks)
+			push.giveUp(blocks, err)
 			return nil, err
 		}
-		if final == layers {
-			push.early()
-		}
-		push.layers(blocks, kv, n, final)
-		n = final
 	}
 	var sent []connector.StoreKey
 	for _, b := range blocks {
@@ -248,17 +247,11 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 		}
 		sent = append(sent, b.key)
 	}
+	w.peers.pushes.end(blocks)
 	if push.reaches(w.peers.target(t.Request)) { // it has them
 		w.peers.pushing.add(t.Request, sent)
 	}
 	return left, nil
-}
-
-// giveUp frees the room of blocks.
-func giveUp(blocks []*layered, err error) {
-	for _, b := range blocks {
-		_ = b.slot.Done(err)
-	}
 }
 
 // reserve takes room for the blocks of a transfer that are not stored yet. left are those for which there is none, and those whose

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/lookupbuffer"
 	"github.com/kvport/kvport/pipe"
 )
@@ -277,9 +278,8 @@ func values[T any](list []number[T], of T) []connector.Stat {
 // has the block when the producer has it. It asks for blocks that do not arrive like for any others.
 
 const (
-	pushPatience = 2 * time.Second // how long a subscriber may not receive
-	maxParts     = 1024            // parts of one frame
-	partSize     = keySize + 12    // size of a part in a header
+	maxParts = 1024         // parts of one frame
+	partSize = keySize + 12 // size of a part in a header
 )
 
 // part is a piece of a block.
@@ -468,7 +468,7 @@ func (p *push) early() {
 }
 
 // layers copies layers to the buffer and sends them.
-func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
+func (p *push) layers(ctx context.Context, blocks []*layered, kv *connector.KV, from, to int) {
 	var parts []part
 	var spans [][]byte
 	for _, b := range blocks {
@@ -480,40 +480,68 @@ func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
 			spans = append(spans, piece)
 		}
 		if len(parts) >= maxParts-len(b.offsets) {
-			p.send(parts, spans)
+			p.send(ctx, parts, spans)
 			parts, spans = nil, nil
 		}
 	}
-	p.send(parts, spans)
+	p.send(ctx, parts, spans)
 }
 
-// send sends one frame to every subscriber. It drops a subscriber that does not take the frame in time.
-func (p *push) send(parts []part, spans [][]byte) {
-	if len(parts) == 0 || len(p.to) == 0 {
+// send sends parts to every subscriber, unless ctx has ended.
+func (p *push) send(ctx context.Context, parts []part, spans [][]byte) {
+	if len(parts) == 0 || ctx.Err() != nil {
 		return
 	}
-	size := int64(0)
-	for _, s := range spans {
-		size += int64(len(s))
-	}
-	header := appendParts(parts)
+	size := int64(pipe.Size(spans))
 	for sub := range p.to {
 		sub.sent.Add(size)
-		if err := p.tell(sub, header, spans); err != nil {
-			p.store.log.Warn("a subscriber was dropped", "error", err)
-			sub.lost()
-			delete(p.to, sub)
-			continue
-		}
-		p.store.pushes.sent.Add(size)
 	}
+	p.tell(ctx, appendParts(parts), spans)
+	p.store.pushes.sent.Add(size * int64(len(p.to)))
 	p.sent += size
 }
 
-func (p *push) tell(sub *subscriber, header []byte, spans [][]byte) error {
-	ctx, cancel := context.WithTimeout(p.store.ctx, pushPatience)
+// tell sends one frame to all subscribers at once. It drops those that do not take it before ctx ends or they have tried the
+// patience of all.
+func (p *push) tell(ctx context.Context, header []byte, spans [][]byte) {
+	ctx, cancel := context.WithTimeout(ctx, p.store.peers.Patience)
 	defer cancel()
-	return sub.out.Send(ctx, header, spans)
+	defer context.AfterFunc(p.store.ctx, cancel)()
+	subscribers := slices.Collect(maps.Keys(p.to))
+	errs := make([]error, len(subscribers))
+	var sends sync.WaitGroup
+	for i, sub := range subscribers {
+		sends.Go(func() {
+			errs[i] = wire.Guard(p.store.log, "send", func() error { return sub.out.Send(ctx, header, spans) })
+		})
+	}
+	sends.Wait()
+	for i, sub := range subscribers {
+		if errs[i] == nil {
+			continue
+		}
+		p.store.log.Warn("a subscriber was dropped", "error", errs[i])
+		if errors.Is(errs[i], context.DeadlineExceeded) {
+			p.store.counts.cut.Add(1)
+		}
+		sub.lost()
+		delete(p.to, sub)
+	}
+}
+
+// giveUp frees the room of blocks that will not be complete. It does not wait until subscribers have heard of that: the engine
+// needs the blocks.
+func (p *push) giveUp(blocks []*layered, err error) {
+	if len(blocks) == 0 {
+		return
+	}
+	for _, b := range blocks {
+		_ = b.slot.Done(err)
+	}
+	p.store.tasks.Go(func() {
+		p.drop(blocks)
+		p.store.pushes.end(blocks)
+	})
 }
 
 // drop tells subscribers that the rest of some blocks will not come.
@@ -526,10 +554,6 @@ func (p *push) drop(blocks []*layered) {
 		some := message{kind: kindDrop, keys: m.keys[:min(len(m.keys), maxWant)]}
 		m.keys = m.keys[len(some.keys):]
 		header, payload := some.encode()
-		for sub := range p.to {
-			if p.tell(sub, header, [][]byte{payload}) != nil {
-				sub.lost()
-			}
-		}
+		p.tell(p.store.ctx, header, [][]byte{payload})
 	}
 }

@@ -67,10 +67,13 @@ func (r *ranges) add(from, to int) bool {
 // whole reports whether these are all bytes of a block.
 func (r *ranges) whole(size int) bool { return len(*r) == 1 && (*r)[0] == [2]int{0, size} }
 
+// mostPause is how long a subscription waits at most before it dials again.
+const mostPause = 2 * time.Second
+
 // run dials again and again. It warns of the first failure, and again when it hears that the producer refuses it, which
 // the operator has to mend.
 func (s *subscription) run() {
-	for pause, warned, refused := redialAfter, false, false; ; pause = min(2*pause, pushPatience) {
+	for pause, warned, refused := redialAfter, false, false; ; pause = min(2*pause, mostPause) {
 		began := time.Now()
 		err := wire.Guard(s.store.log, "subscribe", s.once)
 		if s.store.ctx.Err() != nil {
