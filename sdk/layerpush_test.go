@@ -221,3 +221,35 @@ func TestSubscribedTwins(t *testing.T) {
 		})
 	}
 }
+
+// Where the config says so, the layers of a request go to the consumer that the request names and to no other subscriber.
+func TestLayersToTarget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, target := &wires{}, "wire-1"
+		p := w.layered(t, "p", connector.RoleBoth, pipe.Peers{Push: func(connector.RequestID) string { return target }, LayersToTarget: true})
+		var ds []*peerEngine
+		for _, name := range []string{"d", "e"} {
+			ds = append(ds, w.layered(t, name, connector.RoleConsumer, pipe.Peers{Pushed: true, Subscribe: []string{"wire-0"}}))
+		}
+		synctest.Wait()
+		require.Equal(t, int64(2), p.count("subscribers"))
+		for i, to := range []string{"wire-1", "wire-2", ""} {
+			target = to
+			k := byte(1 + i)
+			count, ended := p.begin(k)
+			count.Advance(3)
+			require.NoError(t, <-ended)
+			synctest.Wait()
+			require.Equal(t, 1, p.has(k))
+			for n, d := range ds {
+				want := 0
+				if n == i {
+					want = 1
+				}
+				require.Equal(t, want, d.has(k), "the layers of %q at consumer %d", to, n)
+			}
+			require.Equal(t, int64(64*min(i+1, 2)), p.count("layer_bytes_total"))
+		}
+		require.Zero(t, p.count("pushed_blocks_total"))
+	})
+}

@@ -216,7 +216,8 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 	if !w.env.Role.Saves() {
 		return nil, fmt.Errorf("this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
 	}
-	push, left := w.peers.beginPush(), t.Blocks
+	to := w.peers.target(t.Request)
+	push, left := w.peers.beginPush(to), t.Blocks
 	var blocks []*layered
 	if len(push.to) > 0 {
 		if blocks, left, err = w.reserve(t, kv); err != nil {
@@ -248,7 +249,7 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 		sent = append(sent, b.key)
 	}
 	w.peers.pushes.end(blocks)
-	if push.reaches(w.peers.target(t.Request)) { // it has them
+	if push.reaches(to) { // it has them
 		w.peers.pushing.add(t.Request, sent)
 	}
 	return left, nil

@@ -442,9 +442,14 @@ type push struct {
 	sent  int64                 // bytes sent to each
 }
 
-func (s *Store) beginPush() *push {
+// beginPush begins to push what a request computes whose blocks are pushed to an address, or "": to all subscribers, or to the one
+// that listens there.
+func (s *Store) beginPush(to string) *push {
 	p := &push{store: s, to: map[*subscriber]int64{}}
 	for _, sub := range s.pushes.all() {
+		if s.peers.LayersToTarget && (to == "" || sub.address != to) {
+			continue
+		}
 		p.to[sub] = sub.taken.Load()
 	}
 	return p

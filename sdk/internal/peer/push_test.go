@@ -77,7 +77,7 @@ func TestSubscribesOnce(t *testing.T) {
 	defer func() { require.NoError(t, s.Close()) }()
 	consumer := &subscriber{}
 	require.NoError(t, s.answer(consumer, &message{kind: kindSubscribe, from: "a"}))
-	push := s.beginPush()
+	push := s.beginPush("")
 	require.ErrorIs(t, s.answer(consumer, &message{kind: kindSubscribe, from: "another"}), connector.ErrIncompatible)
 	require.True(t, push.reaches("a"))
 	require.False(t, push.reaches("another"))
