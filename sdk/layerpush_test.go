@@ -253,3 +253,42 @@ func TestLayersToTarget(t *testing.T) {
 		require.Zero(t, p.count("pushed_blocks_total"))
 	})
 }
+
+// That everything has been pushed is said after the layers that are still on their way over another link: the consumer does not ask
+// for them. If that link ends, it is said at once.
+func TestPushedAfterLayers(t *testing.T) {
+	for _, cut := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			w := &wires{gate: make(chan struct{})}
+			p := w.layered(t, "p", connector.RoleProducer, pipe.Peers{Push: func(connector.RequestID) string { return "wire-1" }})
+			d := w.layered(t, "d", connector.RoleConsumer, pipe.Peers{Pushed: true, Subscribe: []string{"wire-0"}, Wait: 3 * time.Second})
+			synctest.Wait()
+			count, ended := p.begin(1, 2)
+			count.Advance(3)
+			require.NoError(t, <-ended)
+			ticket := p.save(1, 2) // they are stored already, and were sent
+			synctest.Wait()
+			require.True(t, d.match("r", ticket, 1, 2).Later)
+			synctest.Wait()
+			require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
+
+			if cut {
+				w.open()
+				w.cut()
+				synctest.Wait()
+				require.True(t, d.match("r", ticket, 1, 2).Later)
+				synctest.Wait()
+				require.Equal(t, int64(2), p.count("served_blocks_total"))
+			} else {
+				close(w.gate)
+				synctest.Wait()
+				require.Zero(t, p.count("served_blocks_total"))
+			}
+			m := d.match("r", ticket, 1, 2)
+			require.False(t, m.Later)
+			require.Equal(t, 8, m.Tokens)
+			d.load(ticket, 1, 2)
+			require.Zero(t, p.count("pushed_blocks_total"))
+		})
+	}
+}

@@ -166,7 +166,8 @@ func consumersOf(e *connector.Ended) int {
 	return 1
 }
 
-// rest sends a consumer the blocks that an earlier request computed, and says that this is all.
+// rest sends a consumer the blocks that an earlier request computed, and says that this is all: after the layers that went to it over
+// another link, so that it does not ask for what is still on its way.
 func (s *Scheduler) rest(to string, e *connector.Ended, t ticket) bool {
 	p := s.peers.producer(to)
 	if p == nil {
@@ -175,7 +176,12 @@ func (s *Scheduler) rest(to string, e *connector.Ended, t ticket) bool {
 	if keys := s.peers.pushing.add(e.Request, s.keys(e.Blocks, 0, max(1, s.env.World))); len(keys) > 0 && !p.enqueue(&message{kind: kindPush, keys: keys}) {
 		return false
 	}
-	return p.enqueue(&message{kind: kindPushed, hold: t.hold, from: t.address})
+	m := &message{kind: kindPushed, hold: t.hold, from: t.address}
+	if over, until := s.peers.pushing.layers(e.Request); over != nil {
+		s.peers.pushes.after(over, until, func() { p.enqueue(m) })
+		return true
+	}
+	return p.enqueue(m)
 }
 
 // Consumed implements connector.Holder.
@@ -249,8 +255,8 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 		sent = append(sent, b.key)
 	}
 	w.peers.pushes.end(blocks)
-	if push.reaches(to) { // it has them
-		w.peers.pushing.add(t.Request, sent)
+	if over := push.reached(to); over != nil {
+		w.peers.pushing.addLayers(t.Request, sent, over)
 	}
 	return left, nil
 }

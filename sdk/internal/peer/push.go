@@ -27,28 +27,60 @@ const (
 // pushing is what a producer knows about requests whose blocks it pushes to a consumer.
 type pushing struct {
 	mu   sync.Mutex
-	sent *recent[connector.RequestID, map[connector.StoreKey]bool]
+	sent *recent[connector.RequestID, *sending]
+}
+
+// sending is what a producer has sent of one request.
+type sending struct {
+	keys  map[connector.StoreKey]bool
+	over  *subscriber // which got layers of it; nil: none did
+	until int64       // the bytes that it had been sent with the last of them
 }
 
 func newPushing() *pushing {
-	return &pushing{sent: newRecent[connector.RequestID, map[connector.StoreKey]bool](maxPushing)}
+	return &pushing{sent: newRecent[connector.RequestID, *sending](maxPushing)}
 }
 
 // add records keys as sent for a request, and returns those that had not been sent before.
 func (p *pushing) add(r connector.RequestID, keys []connector.StoreKey) (fresh []connector.StoreKey) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	sent, known := p.sent.get(r)
-	if !known {
-		sent = map[connector.StoreKey]bool{}
-		p.sent.set(r, sent)
-	}
+	s := p.of(r)
 	for _, k := range keys {
-		if !sent[k] {
-			sent[k], fresh = true, append(fresh, k)
+		if !s.keys[k] {
+			s.keys[k], fresh = true, append(fresh, k)
 		}
 	}
 	return fresh
+}
+
+// addLayers records keys as sent for a request, layer by layer, to a subscriber.
+func (p *pushing) addLayers(r connector.RequestID, keys []connector.StoreKey, over *subscriber) {
+	p.add(r, keys)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.of(r)
+	s.over, s.until = over, over.sent.Load()
+}
+
+// of finds or makes what is known about a request. The caller holds mu.
+func (p *pushing) of(r connector.RequestID) *sending {
+	s, known := p.sent.get(r)
+	if !known {
+		s = &sending{keys: map[connector.StoreKey]bool{}}
+		p.sent.set(r, s)
+	}
+	return s
+}
+
+// layers is the subscriber that got layers of a request, or nil, and how many bytes it had been sent with the last of them.
+func (p *pushing) layers(r connector.RequestID) (over *subscriber, until int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s, known := p.sent.get(r); known {
+		return s.over, s.until
+	}
+	return nil, 0
 }
 
 // end forgets a request.
@@ -329,6 +361,24 @@ type subscriber struct {
 	sent  atomic.Int64 // bytes
 	taken atomic.Int64 // bytes that it has confirmed
 	lost  func()       // ends its link
+
+	dues []due // pushes.mu guards it
+}
+
+// due is what happens when a subscriber has confirmed a number of bytes.
+type due struct {
+	bytes int64
+	then  func()
+}
+
+// settle does what is due. The caller holds pushes.mu.
+func (s *subscriber) settle(bytes int64) {
+	s.dues = slices.DeleteFunc(s.dues, func(d due) bool {
+		if d.bytes <= bytes {
+			d.then()
+		}
+		return d.bytes <= bytes
+	})
 }
 
 // pushes knows who subscribes and what is being sent, and counts it.
@@ -356,6 +406,7 @@ func (p *pushes) remove(s *subscriber) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.subscribers, s)
+	s.settle(math.MaxInt64)
 }
 
 // begin claims a block whose layers are to be sent. It reports false while another transfer sends them: a subscriber puts a block
@@ -385,12 +436,26 @@ func (p *pushes) all() []*subscriber {
 	return slices.Collect(maps.Keys(p.subscribers))
 }
 
+// after calls a function, which must not block, when a subscriber has confirmed a number of bytes or is gone.
+func (p *pushes) after(s *subscriber, bytes int64, then func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, here := p.subscribers[s]; here && s.taken.Load() < bytes && len(s.dues) < maxPushing {
+		s.dues = append(s.dues, due{bytes, then})
+		return
+	}
+	then()
+}
+
 // confirmed records how much a subscriber has received.
 func (p *pushes) confirmed(s *subscriber, bytes int64) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if was := s.taken.Load(); bytes < was || bytes > s.sent.Load() {
 		return fmt.Errorf("a consumer confirms %d bytes after %d, but %d were sent: %w", bytes, was, s.sent.Load(), connector.ErrIncompatible)
 	}
 	p.taken.Add(bytes - s.taken.Swap(bytes))
+	s.settle(bytes)
 	return nil
 }
 
@@ -455,14 +520,14 @@ func (s *Store) beginPush(to string) *push {
 	return p
 }
 
-// reaches reports whether the consumer at an address has been sent all layers.
-func (p *push) reaches(address string) bool {
+// reached is a subscriber that has been sent all layers and listens at an address; nil if there is none.
+func (p *push) reached(address string) *subscriber {
 	for sub := range p.to {
 		if address != "" && sub.address == address {
-			return true
+			return sub
 		}
 	}
-	return false
+	return nil
 }
 
 // early counts what subscribers had confirmed when the last layer was computed.

@@ -79,6 +79,6 @@ func TestSubscribesOnce(t *testing.T) {
 	require.NoError(t, s.answer(consumer, &message{kind: kindSubscribe, from: "a"}))
 	push := s.beginPush("")
 	require.ErrorIs(t, s.answer(consumer, &message{kind: kindSubscribe, from: "another"}), connector.ErrIncompatible)
-	require.True(t, push.reaches("a"))
-	require.False(t, push.reaches("another"))
+	require.Equal(t, consumer, push.reached("a"))
+	require.Nil(t, push.reached("another"))
 }
