@@ -67,7 +67,7 @@ func TestSubscribe(t *testing.T) {
 func TestSubscribedGivenUp(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 256})
-	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 256})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 512})
 	require.Eventually(t, func() bool { return p.count("subscribers") == 1 }, time.Minute, time.Millisecond)
 	for range 4 {
 		count, ended := p.begin(1, 2, 3, 4)
@@ -291,4 +291,35 @@ func TestPushedAfterLayers(t *testing.T) {
 			require.Zero(t, p.count("pushed_blocks_total"))
 		})
 	}
+}
+
+// The room for layers of a producer that has stopped is free again after a while, and the subscription goes on.
+func TestSubscribedToStopped(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &wires{}
+		p := w.layered(t, "p", connector.RoleProducer, pipe.Peers{})
+		d := w.layered(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
+		synctest.Wait()
+		count, ended := p.begin(1, 2)
+		for _, n := range []int{1, 2} { // it stops after each of them
+			count.Advance(n)
+			synctest.Wait()
+			require.Equal(t, int64(128), d.count("buffer_bytes"))
+			<-time.After(time.Hour)
+			synctest.Wait()
+			require.Zero(t, d.count("buffer_bytes"))
+		}
+		count.Advance(3)
+		require.NoError(t, <-ended)
+		synctest.Wait()
+		require.Zero(t, d.has(1))
+
+		count, ended = p.begin(3)
+		count.Advance(3)
+		require.NoError(t, <-ended)
+		synctest.Wait()
+		require.Equal(t, 1, d.has(3))
+		d.load(nil, 3)
+		require.Equal(t, 1, w.dials)
+	})
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -31,7 +32,8 @@ type Store struct {
 	memory   *lookupbuffer.Memory
 	holds    *holdTable
 	pushes   pushes
-	layered  bool // its layers are counted
+	layered  bool         // its layers are counted
+	partial  atomic.Int64 // bytes of blocks of which some parts have arrived
 	pushing  *pushing
 	coming   *coming
 	counts   counts

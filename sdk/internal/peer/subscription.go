@@ -22,19 +22,27 @@ func (s *Store) pushedTo() string {
 	return s.listener.Address()
 }
 
+// What a producer that has stopped, or means harm, may cost.
+const (
+	maxPartial   = 1 << 17          // blocks of which parts have arrived over one link
+	partPatience = 30 * time.Second // after this time without a part a block is given up: as long as a save may take after its last layer
+)
+
 // subscription receives what one producer computes, as long as the store is open.
 type subscription struct {
 	store    *Store
 	address  string
 	partial  map[connector.StoreKey]*partial
 	received int64
+	swept    time.Time // when blocks were last given up
 }
 
 // partial is a block of which some parts have arrived.
 type partial struct {
-	slot *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
-	size int
-	got  ranges
+	slot  *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
+	size  int
+	got   ranges
+	grown time.Time // when a part came
 }
 
 // ranges are parts of a block: those of its bytes, from the first up to but not including the last, in order. They neither overlap
@@ -117,11 +125,16 @@ func (s *subscription) once() error {
 	}
 }
 
-// receive handles one frame.
+// receive handles one frame, or gives up the blocks that do not become whole if none comes for a long time.
 func (s *subscription) receive(link pipe.Link) error {
+	ctx, cancel := context.WithCancel(s.store.ctx)
+	defer cancel()
+	idle := time.AfterFunc(partPatience, cancel)
+	defer idle.Stop()
 	var m *message
 	var payload []byte
-	err := link.In.Recv(s.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
+	err := link.In.Recv(ctx, func(header []byte, size int) (spans [][]byte, err error) {
+		idle.Stop()
 		if m, err = parseMessage(header, size); err != nil {
 			return nil, err
 		}
@@ -138,9 +151,18 @@ func (s *subscription) receive(link pipe.Link) error {
 		}
 		return spans, nil
 	})
-	if err != nil {
+	switch {
+	case err != nil && m == nil && ctx.Err() != nil && s.store.ctx.Err() == nil:
+		s.sweep(time.Now())
+		return nil
+	case err != nil:
 		return err
 	}
+	return s.handle(link.Out, m, payload)
+}
+
+// handle does what a message says.
+func (s *subscription) handle(out pipe.Pipe, m *message, payload []byte) error {
 	switch m.kind {
 	case kindParts:
 		for _, p := range m.parts {
@@ -148,7 +170,8 @@ func (s *subscription) receive(link pipe.Link) error {
 				return err
 			}
 		}
-		return s.store.send(link.Out, &message{kind: kindTaken, bytes: s.received}, nil)
+		s.sweep(time.Now())
+		return s.store.send(out, &message{kind: kindTaken, bytes: s.received}, nil)
 	case kindDrop:
 		if err := m.parseKeys(payload); err != nil {
 			return err
@@ -168,11 +191,14 @@ var errMisfit = fmt.Errorf("a producer sends parts that do not fit: %w", connect
 func (s *subscription) place(p *part) ([]byte, error) {
 	b := s.partial[p.key]
 	if b == nil {
-		b = &partial{size: int(p.total)}
-		var err error
-		if b.slot, err = s.store.memory.Reserve(p.key, b.size); err != nil && !errors.Is(err, connector.ErrBusy) && !errors.Is(err, connector.ErrIncompatible) {
+		if len(s.partial) >= maxPartial {
+			return nil, fmt.Errorf("a producer has begun more than %d blocks: %w", maxPartial, connector.ErrIncompatible)
+		}
+		slot, err := s.room(p.key, int(p.total))
+		if err != nil {
 			return nil, err
 		}
+		b = &partial{slot: slot, size: int(p.total), grown: time.Now()}
 		s.partial[p.key] = b
 	}
 	switch {
@@ -184,6 +210,23 @@ func (s *subscription) place(p *part) ([]byte, error) {
 	return b.slot.Bytes()[p.offset:][:p.size], nil
 }
 
+// room takes room for a block of which parts arrive; nil if there is none. Such blocks cannot be dropped for others, so all of them
+// together take half of the buffer at most.
+func (s *subscription) room(k connector.StoreKey, size int) (*lookupbuffer.Slot, error) {
+	if s.store.partial.Add(int64(size)) > s.store.peers.Bytes/2 {
+		s.store.partial.Add(-int64(size))
+		return nil, nil //nolint:nilnil // the parts are dropped
+	}
+	slot, err := s.store.memory.Reserve(k, size)
+	if err != nil {
+		s.store.partial.Add(-int64(size))
+	}
+	if errors.Is(err, connector.ErrBusy) || errors.Is(err, connector.ErrIncompatible) {
+		return nil, nil //nolint:nilnil // as above
+	}
+	return slot, err
+}
+
 // arrived counts a part; with the last one its block can be found.
 func (s *subscription) arrived(p *part) error {
 	s.received += int64(p.size)
@@ -191,20 +234,36 @@ func (s *subscription) arrived(p *part) error {
 	if b == nil || !b.got.add(int(p.offset), int(p.offset+p.size)) {
 		return errMisfit
 	}
-	if !b.got.whole(b.size) {
-		return nil
-	}
-	delete(s.partial, p.key)
-	if b.slot != nil {
-		return b.slot.Done(nil)
+	b.grown = time.Now()
+	if b.got.whole(b.size) {
+		return s.end(p.key, nil)
 	}
 	return nil
 }
 
 // drop gives up a block that will not be complete.
-func (s *subscription) drop(k connector.StoreKey) {
-	if b := s.partial[k]; b != nil && b.slot != nil {
-		_ = b.slot.Done(errUnwanted)
-	}
+func (s *subscription) drop(k connector.StoreKey) { _ = s.end(k, errUnwanted) }
+
+// end makes a block visible if err is nil, and gives its room back otherwise.
+func (s *subscription) end(k connector.StoreKey, err error) error {
+	b := s.partial[k]
 	delete(s.partial, k)
+	if b == nil || b.slot == nil {
+		return nil
+	}
+	s.store.partial.Add(-int64(b.size))
+	return b.slot.Done(err)
+}
+
+// sweep gives up the blocks of which no part has come for a long time: their producer has stopped, or sends no more of them.
+func (s *subscription) sweep(now time.Time) {
+	if now.Sub(s.swept) < partPatience/2 {
+		return
+	}
+	s.swept = now
+	for k, b := range s.partial {
+		if now.Sub(b.grown) >= partPatience {
+			s.drop(k)
+		}
+	}
 }

@@ -1,8 +1,10 @@
 package peer
 
 import (
+	"encoding/binary"
 	"log/slog"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
@@ -83,4 +85,62 @@ func TestPartsThatOverlap(t *testing.T) {
 	require.NoError(t, s.take(at(3, 3)))
 	require.True(t, s.store.has(k))
 	require.Empty(t, s.partial)
+}
+
+// Blocks of which parts have arrived take half of the buffer at most; parts of others are dropped.
+func TestPartsTakeHalf(t *testing.T) {
+	s := subscribed(t, pipe.Peers{Bytes: 64})
+	at := func(k byte, offset, size uint32) part {
+		return part{key: connector.StoreKey{k}, total: 16, offset: offset, size: size}
+	}
+	for k := range byte(3) {
+		require.NoError(t, s.take(at(k, 0, 8)))
+	}
+	require.Equal(t, int64(32), s.store.memory.Bytes())
+	for k := range byte(3) {
+		require.NoError(t, s.take(at(k, 8, 8)))
+		require.Equal(t, k < 2, s.store.has(connector.StoreKey{k}))
+	}
+	require.Empty(t, s.partial)
+	require.Zero(t, s.store.partial.Load())
+	require.NoError(t, s.take(at(2, 0, 16)), "it has room now")
+	require.True(t, s.store.has(connector.StoreKey{2}))
+	require.NoError(t, s.take(at(3, 0, 8)))
+	s.drop(connector.StoreKey{3})
+	require.Zero(t, s.store.partial.Load())
+}
+
+// A link on which too many blocks are begun ends.
+func TestTooManyBegun(t *testing.T) {
+	s := subscribed(t, pipe.Peers{Bytes: 64})
+	begin := func(n uint32) error {
+		p := part{total: 1 << 20, size: 1}
+		binary.LittleEndian.PutUint32(p.key[:], n)
+		_, err := s.place(&p)
+		return err
+	}
+	for n := range uint32(maxPartial) {
+		if err := begin(n); err != nil {
+			require.NoError(t, err)
+		}
+	}
+	require.ErrorIs(t, begin(maxPartial), connector.ErrIncompatible)
+	require.NoError(t, begin(0), "it has begun")
+}
+
+// A block of which no part comes any more is given up, others of that link are not.
+func TestPartsThatStayAway(t *testing.T) {
+	s := subscribed(t, pipe.Peers{Bytes: 64})
+	at := func(k byte, offset uint32) part {
+		return part{key: connector.StoreKey{k}, total: 16, offset: offset, size: 8}
+	}
+	require.NoError(t, s.take(at(1, 0), at(2, 0)))
+	for _, b := range s.partial {
+		b.grown = b.grown.Add(-partPatience)
+	}
+	require.NoError(t, s.take(at(2, 8), at(3, 0)))
+	s.sweep(time.Now())
+	require.NotContains(t, s.partial, connector.StoreKey{1})
+	require.Contains(t, s.partial, connector.StoreKey{3})
+	require.True(t, s.store.has(connector.StoreKey{2}))
 }
