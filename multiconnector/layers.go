@@ -19,7 +19,9 @@ func (w *worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 
 // SaveLayersTelling is SaveLayers, which calls promised as SaveTelling does.
 func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error {
-	err := w.save(t, promised, func(child int, part *connector.Transfer) error { return w.layersTo(ctx, child, part, kv, progress) })
+	err := w.save(t, promised, true, func(p *saving, child int, part *connector.Transfer) error {
+		return w.layersTo(ctx, p, child, part, kv, progress)
+	})
 	if err != nil {
 		return err
 	}
@@ -27,16 +29,17 @@ func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, k
 }
 
 // layersTo saves a part to one child while its layers are computed.
-func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+func (w *worker) layersTo(ctx context.Context, p *saving, child int, part *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
 	layers := kv.Layout().Layers()
 	side, ok := connector.As[connector.LayerWorker](w.sides[child])
 	if !ok || w.children[child].Info.Capabilities&connector.CanLayers == 0 {
 		if err := allFinal(ctx, progress, layers); err != nil {
 			return err
 		}
+		p.computed()
 		return w.sides[child].Save(ctx, part, kv)
 	}
-	told := &told{Progress: progress}
+	told := &told{Progress: progress, all: layers, computed: p.computed}
 	err := side.SaveLayers(ctx, part, kv, told)
 	if err == nil && told.layers() < layers {
 		return errEarly
@@ -52,9 +55,12 @@ func allFinal(ctx context.Context, progress connector.Progress, layers int) (err
 	return err
 }
 
-// told is a Progress that remembers what it has said.
+// told is a Progress that remembers what it has said. In a child's process that is a little less than what the host of that process has
+// heard, so a child that answers while the last layer is on its way to it may pass: digests find what it has not read.
 type told struct {
 	connector.Progress
+	all      int
+	computed func() // called when all layers are final
 
 	mu   sync.Mutex
 	most int
@@ -64,8 +70,12 @@ type told struct {
 func (p *told) Wait(ctx context.Context, seen int) (int, error) {
 	n, err := p.Progress.Wait(ctx, seen)
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	last := n >= p.all && p.most < p.all
 	p.most = max(p.most, n)
+	p.mu.Unlock()
+	if last {
+		p.computed()
+	}
 	return n, err
 }
 

@@ -155,3 +155,65 @@ func TestLayersOfSaversOnly(t *testing.T) {
 	require.Empty(t, hands[1].told)
 	require.Empty(t, b.saves)
 }
+
+// slowLayers is a worker side that is asked by layers, and saves for a time after the last one.
+type slowLayers struct{ slowHand }
+
+// SaveLayers implements connector.LayerWorker.
+func (h *slowLayers) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	for n := 0; n < 3; {
+		var err error
+		if n, err = progress.Wait(ctx, n); err != nil {
+			return err
+		}
+	}
+	return h.Save(ctx, t, kv)
+}
+
+// While blocks are being computed nobody is late, and nothing is promised: the patience with a child begins with the last layer, also
+// where a shared store has the blocks.
+func TestLayersAreNotLate(t *testing.T) {
+	for _, powers := range []connector.Capability{0, connector.CanLayers} {
+		synctest.Test(t, func(t *testing.T) {
+			const patience = 100 * time.Millisecond
+			ks := keys(2)
+			shelves := []*shelf{newShelf(ks...), newShelf()}
+			infos := []connector.Info{
+				{Groups: true, Scope: connector.ScopeShared, Capabilities: connector.CanLayers}, {Groups: true, Scope: connector.ScopeEngine, Capabilities: powers},
+			}
+			var children []multiconnector.Child
+			for i, info := range infos {
+				children = append(children, multiconnector.Child{Name: string(rune('A' + i)), Role: connector.RoleBoth, Patience: patience, Info: info})
+			}
+			m, err := multiconnector.New("Multi", children)
+			require.NoError(t, err)
+			r := &rig{t: t, sched: m.Scheduler([]connector.Scheduler{shelves[0], shelves[1]}, groups(), nil)}
+			r.match("r", ks) // the shared store is seen to have them
+			side := m.Worker([]connector.Worker{&layerHand{hand: hand{shelves[0]}, enough: 3}, &slowLayers{slowHand{takes: time.Hour}}}, groups(), nil)
+			w, ok := side.(interface {
+				SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error
+			})
+			require.True(t, ok)
+			layout := connector.Layout{Name: "test", Blocks: 8, Groups: groups()}
+			for n := range 3 {
+				layout.Segments = append(layout.Segments, connector.Segment{Layer: n, Offset: int64(n) * 8, BlockStride: 1, Bytes: 1})
+			}
+			kv, err := connector.NewKV(layout, [][]byte{make([]byte, 24)})
+			require.NoError(t, err)
+			count, over, promised := &connector.LayerCount{}, make(chan error, 1), make(chan time.Time, 2)
+			go func() {
+				over <- w.SaveLayersTelling(t.Context(), transfer("r", ks), kv, count, func() { promised <- time.Now() })
+			}()
+			count.Advance(2)
+			<-time.After(time.Minute)
+			require.Empty(t, promised)
+			final := time.Now()
+			count.Advance(3)
+			require.Equal(t, patience, (<-promised).Sub(final))
+			require.NoError(t, <-over)
+			require.Empty(t, promised)
+			require.NoError(t, r.sched.Close())
+			require.NoError(t, side.Close())
+		})
+	}
+}
