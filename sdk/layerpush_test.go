@@ -323,3 +323,16 @@ func TestSubscribedToStopped(t *testing.T) {
 		require.Equal(t, 1, w.dials)
 	})
 }
+
+// An engine does not subscribe to itself.
+func TestSubscribedToItself(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &wires{}
+		b := w.layered(t, "b", connector.RoleBoth, pipe.Peers{Subscribe: []string{"wire-0", "wire-1"}})
+		w.layered(t, "p", connector.RoleProducer, pipe.Peers{})
+		<-time.After(time.Minute)
+		synctest.Wait()
+		require.Zero(t, b.count("subscribers"))
+		require.Len(t, w.made, 1, "with the other one")
+	})
+}

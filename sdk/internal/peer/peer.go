@@ -55,6 +55,9 @@ func Open(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool
 	}
 	if env.Role.Loads() {
 		for _, address := range peers.Subscribe {
+			if s.listener != nil && address == s.listener.Address() {
+				continue // what this engine computes is here
+			}
 			s.tasks.Go((&subscription{store: s, address: address}).run)
 		}
 	}
