@@ -164,3 +164,34 @@ func TestLayerWiseKills(t *testing.T) {
 	requireIdle(t, d)
 	t.Logf("%d kills in the middle of a step", kills.Load())
 }
+
+// Requests of one step that have the same prompt: the layers of each block are sent once, what the consumer takes over is right, and
+// it stays a subscriber.
+func TestLayerWiseTwins(t *testing.T) {
+	cfg := simConfig(t)
+	reqs := requests(4)
+	want := tokensOf(start(t, cfg).ask(t, reqs, 1))
+	g := &gate{Model: cfg.Model, open: make(chan struct{})}
+	cfg.Model = g
+	p, d := pair(t, cfg)
+	const each = 3
+	var twins []Request
+	for _, req := range reqs {
+		for n := range each {
+			twin := req
+			twin.ID, twin.MaxTokens, twin.Remote = connector.RequestID(fmt.Sprintf("%s-%d", req.ID, n)), 1, true
+			twins = append(twins, twin)
+		}
+	}
+	got := p.askTogether(t, twins, g.open)
+	for i, req := range reqs {
+		req.Ticket = got[each*i].last.Ticket
+		require.Equal(t, want[i], collect(submit(t, d, req)).tokens)
+	}
+	requireIdle(t, p)
+	require.Eventually(t, func() bool { // it is asked for about once a second
+		sent, stored := p.metric(t, "kvport_connector_layer_bytes_total", ""), p.metric(t, "kvport_connector_buffer_bytes", "")
+		return sent > 0 && sent == stored
+	}, 10*time.Second, 10*time.Millisecond)
+	require.Equal(t, 1, p.metric(t, "kvport_connector_subscribers", ""))
+}

@@ -336,3 +336,41 @@ func TestSubscribedToItself(t *testing.T) {
 		require.Len(t, w.made, 1, "with the other one")
 	})
 }
+
+// Who subscribes while blocks are being computed gets nothing of them, whether others get them or not, but all that comes later.
+func TestSubscribedAmidASave(t *testing.T) {
+	for _, others := range []int64{0, 1} {
+		synctest.Test(t, func(t *testing.T) {
+			w := &wires{}
+			p := w.layered(t, "p", connector.RoleBoth, pipe.Peers{})
+			consumer := func() *peerEngine {
+				return w.layered(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}})
+			}
+			var before []*peerEngine
+			for range others {
+				before = append(before, consumer())
+			}
+			synctest.Wait()
+			count, ended := p.begin(1)
+			count.Advance(1)
+			synctest.Wait()
+			d := consumer()
+			synctest.Wait()
+			require.Equal(t, others+1, p.count("subscribers"))
+			count.Advance(3)
+			require.NoError(t, <-ended)
+			synctest.Wait()
+			require.Equal(t, 1, p.has(1))
+			for _, e := range before {
+				require.Equal(t, 1, e.has(1))
+			}
+			require.Zero(t, d.has(1))
+			require.Zero(t, d.count("buffer_bytes"))
+			count, ended = p.begin(2)
+			count.Advance(3)
+			require.NoError(t, <-ended)
+			synctest.Wait()
+			require.Equal(t, 1, d.has(2))
+		})
+	}
+}
