@@ -90,9 +90,6 @@ func (c *call) run(ctx context.Context) outcome {
 		}
 		c.request.Alone = !wanted || c.keptNothing(params)
 		at, ok := c.nextChoice(ctx, &params, first)
-		if !ok && c.askAgain() {
-			at, ok = c.nextChoice(ctx, &params, first)
-		}
 		if !ok {
 			break
 		}

@@ -115,11 +115,7 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 	if _, err := r.expected(ctx, model, prompts...); err != nil {
 		return "", err
 	}
-	args := []string{"--enable-prefix-caching=false"}
-	if m.name == "events" { // it reports what the prefix cache has
-		args = []string{"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"ipc://%s"}`, s.own+".events")}
-	}
-	p, err := r.serve(ctx, model, s.config(settings), args...)
+	p, err := r.serve(ctx, model, s.config(settings), s.flags()...)
 	if err != nil {
 		return "", err
 	}
@@ -149,6 +145,14 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 		return "", holef("processes are left behind: %v", left)
 	}
 	return seen, nil
+}
+
+// flags are those of the engine.
+func (s *scene) flags() []string {
+	if s.mode == "events" { // it reports what the prefix cache has
+		return []string{"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"ipc://%s"}`, s.own+".events")}
+	}
+	return []string{"--enable-prefix-caching=false"}
 }
 
 // shows says whether a plugin has done what it is for: what kvport never saw proves nothing.

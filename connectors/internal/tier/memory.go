@@ -138,7 +138,7 @@ func (m *memory) expired(id uint32) bool {
 }
 
 // acquire pins a block of the given size until release; -1: of any. Its header is valid for as long: once a block is replaced, the
-// slot's own header says no more. An error says why the block cannot be served; one that turns out to be damaged is forgotten.
+// slot's own header says nothing. An error says why the block cannot be served; one that turns out to be damaged is forgotten.
 func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, h place.Header, err error) {
 	for {
 		id, ok := m.index.Acquire(k, use)

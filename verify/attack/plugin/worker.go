@@ -37,7 +37,7 @@ func attacking(p connector.Plugin) connector.Plugin {
 		case "many", "negative":
 			return &liar{Scheduler: s, negative: c.Mode == "negative"}, nil
 		case "events":
-			return &reporter{Scheduler: s}, nil
+			return &reporter{Scheduler: s, keys: make([]connector.BlockKey, 1)}, nil
 		}
 		return s, nil
 	}
@@ -98,7 +98,9 @@ const reports = 4096
 func (r *reporter) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
 	r.mu.Lock()
 	for i := range queries {
-		r.keys = slices.Clone(queries[i].Keys)
+		if len(queries[i].Keys) > 0 {
+			r.keys = slices.Clone(queries[i].Keys)
+		}
 	}
 	r.mu.Unlock()
 	return r.Scheduler.Match(ctx, queries)
@@ -111,7 +113,7 @@ func (r *reporter) Events(context.Context) ([]connector.BlockEvent, error) {
 	var events []connector.BlockEvent
 	for range reports {
 		r.seq++
-		events = append(events, connector.BlockEvent{Seq: r.seq, Kind: connector.BlocksStored, Keys: r.keys, Medium: strconv.FormatUint(r.seq, 36)})
+		events = append(events, connector.BlockEvent{Seq: r.seq, Kind: connector.BlocksStored, Keys: r.keys, Medium: strconv.FormatUint(r.seq, 36), Scope: connector.ScopeEngine})
 	}
 	return events, nil
 }
