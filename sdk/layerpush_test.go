@@ -66,7 +66,7 @@ func TestSubscribe(t *testing.T) {
 // Blocks that the engine gives up are nowhere, and their room is free again.
 func TestSubscribedGivenUp(t *testing.T) {
 	w := &wires{}
-	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 256})
+	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{Bytes: 512})
 	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 512})
 	require.Eventually(t, func() bool { return p.count("subscribers") == 1 }, time.Minute, time.Millisecond)
 	for range 4 {
@@ -373,4 +373,19 @@ func TestSubscribedAmidASave(t *testing.T) {
 			require.Equal(t, 1, d.has(2))
 		})
 	}
+}
+
+// Blocks whose layers are pushed take half of a buffer at most: what comes beyond is stored after the last layer, and others find room
+// meanwhile.
+func TestLayersTakeHalfOfTheBuffer(t *testing.T) {
+	w := &wires{}
+	p := w.engine(t, "p", connector.RoleBoth, pipe.Peers{Bytes: 256})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Subscribe: []string{"wire-0"}, Bytes: 512})
+	require.Eventually(t, func() bool { return p.count("subscribers") == 1 }, time.Minute, time.Millisecond)
+	first, one := p.begin(1, 2, 3, 4)
+	first.Advance(1)
+	require.NoError(t, <-one)
+	require.Equal(t, 4, p.has(1, 2, 3, 4))
+	require.Eventually(t, func() bool { return d.has(1, 2) == 2 }, time.Minute, time.Millisecond)
+	require.Zero(t, d.has(3), "it was not sent by layers")
 }

@@ -240,6 +240,7 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 		if err == nil {
 			if final == layers {
 				push.early()
+				push.until = time.Now().Add(w.peers.peers.Patience)
 			}
 			push.layers(ctx, blocks, kv, n, final)
 			n, err = final, ctx.Err()
@@ -251,7 +252,7 @@ func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *conn
 	}
 	var sent []connector.StoreKey
 	for _, b := range blocks {
-		if b.slot.Done(nil) != nil { // the buffer is closed
+		if b.end(w.peers, nil) != nil { // the buffer is closed
 			left = append(left, b.block)
 			continue
 		}
@@ -289,7 +290,7 @@ func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*lay
 			l.offsets[s] = size
 			size += len(spans[i])
 		}
-		if l.slot, err = w.peers.memory.Reserve(key, size); err != nil {
+		if l.slot, err = w.peers.roomForLayers(key, size); err != nil {
 			w.peers.pushes.end([]*layered{l})
 			left = append(left, b)
 			continue

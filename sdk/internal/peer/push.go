@@ -500,11 +500,32 @@ type layered struct {
 	offsets map[int]int // by segment
 }
 
+// roomForLayers takes room for a block whose layers are pushed. Until all of them are, nothing else can have it, so such blocks
+// take half of the buffer at most.
+func (s *Store) roomForLayers(k connector.StoreKey, size int) (slot *lookupbuffer.Slot, err error) {
+	if s.layers.Add(int64(size)) > s.peers.Bytes/2 {
+		err = connector.ErrBusy
+	} else {
+		slot, err = s.memory.Reserve(k, size)
+	}
+	if err != nil {
+		s.layers.Add(-int64(size))
+	}
+	return slot, err
+}
+
+// end makes the block visible if err is nil, and gives its room back otherwise.
+func (b *layered) end(s *Store, err error) error {
+	s.layers.Add(-int64(len(b.slot.Bytes())))
+	return b.slot.Done(err)
+}
+
 // push is what one transfer sends to its subscribers.
 type push struct {
 	store *Store
 	to    map[*subscriber]int64 // how much each had confirmed when the transfer began
 	sent  int64                 // bytes sent to each
+	until time.Time             // when all has to be sent, from the last layer on; before that each frame has the patience of all
 }
 
 // beginPush begins to push what a request computes whose blocks are pushed to an address, or "": to all subscribers, or to the one
@@ -574,7 +595,11 @@ func (p *push) send(ctx context.Context, parts []part, spans [][]byte) {
 // tell sends one frame to all subscribers at once. It drops those that do not take it before ctx ends or they have tried the
 // patience of all.
 func (p *push) tell(ctx context.Context, header []byte, spans [][]byte) {
-	ctx, cancel := context.WithTimeout(ctx, p.store.peers.Patience)
+	until := p.until
+	if until.IsZero() {
+		until = time.Now().Add(p.store.peers.Patience)
+	}
+	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	defer context.AfterFunc(p.store.ctx, cancel)()
 	subscribers := slices.Collect(maps.Keys(p.to))
@@ -606,7 +631,7 @@ func (p *push) giveUp(blocks []*layered, err error) {
 		return
 	}
 	for _, b := range blocks {
-		_ = b.slot.Done(err)
+		_ = b.end(p.store, err)
 	}
 	p.store.tasks.Go(func() {
 		p.drop(blocks)

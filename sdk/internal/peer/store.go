@@ -34,6 +34,7 @@ type Store struct {
 	pushes   pushes
 	layered  bool         // its layers are counted
 	partial  atomic.Int64 // bytes of blocks of which some parts have arrived
+	layers   atomic.Int64 // bytes of blocks whose layers are being pushed
 	pushing  *pushing
 	coming   *coming
 	counts   counts

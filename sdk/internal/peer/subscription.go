@@ -25,6 +25,7 @@ func (s *Store) pushedTo() string {
 // What a producer that has stopped, or means harm, may cost.
 const (
 	maxPartial   = 1 << 17          // blocks of which parts have arrived over one link
+	maxRanges    = 1 << 13          // parts of one block that do not touch: a producer sends what lies between two layers in one piece
 	partPatience = 30 * time.Second // after this time without a part a block is given up: as long as a save may take after its last layer
 )
 
@@ -41,7 +42,8 @@ type subscription struct {
 type partial struct {
 	slot  *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
 	size  int
-	got   ranges
+	got   ranges    // none without a slot
+	count int       // bytes that have arrived
 	grown time.Time // when a part came
 }
 
@@ -134,7 +136,7 @@ func (s *subscription) receive(link pipe.Link) error {
 	var m *message
 	var payload []byte
 	err := link.In.Recv(ctx, func(header []byte, size int) (spans [][]byte, err error) {
-		idle.Stop()
+		idle.Reset(partPatience) // for the payload: a producer may stop in the middle of it
 		if m, err = parseMessage(header, size); err != nil {
 			return nil, err
 		}
@@ -231,11 +233,22 @@ func (s *subscription) room(k connector.StoreKey, size int) (*lookupbuffer.Slot,
 func (s *subscription) arrived(p *part) error {
 	s.received += int64(p.size)
 	b := s.partial[p.key]
-	if b == nil || !b.got.add(int(p.offset), int(p.offset+p.size)) {
+	if b == nil {
 		return errMisfit
 	}
+	b.count += int(p.size)
 	b.grown = time.Now()
-	if b.got.whole(b.size) {
+	switch {
+	case b.count > b.size:
+		return errMisfit
+	case b.slot == nil:
+		if b.count == b.size {
+			s.drop(p.key)
+		}
+		return nil
+	case !b.got.add(int(p.offset), int(p.offset+p.size)) || len(b.got) > maxRanges:
+		return errMisfit
+	case b.got.whole(b.size):
 		return s.end(p.key, nil)
 	}
 	return nil

@@ -144,3 +144,21 @@ func TestPartsThatStayAway(t *testing.T) {
 	require.Contains(t, s.partial, connector.StoreKey{3})
 	require.True(t, s.store.has(connector.StoreKey{2}))
 }
+
+// Parts that do not touch take memory for each, which is bounded; a block for which there is no room takes none.
+func TestPartsInPieces(t *testing.T) {
+	s := subscribed(t, pipe.Peers{Bytes: 1 << 20})
+	at := func(k byte, offset uint32) part {
+		return part{key: connector.StoreKey{k}, total: 1 << 19, offset: offset, size: 1}
+	}
+	for n := range uint32(maxRanges) {
+		require.NoError(t, s.take(at(1, 2*n)))
+	}
+	require.ErrorIs(t, s.take(at(1, 2*maxRanges)), errMisfit)
+	for n := range uint32(100) {
+		require.NoError(t, s.take(at(2, 2*n)))
+	}
+	none := s.partial[connector.StoreKey{2}]
+	require.Nil(t, none.slot)
+	require.Empty(t, none.got)
+}
