@@ -333,6 +333,9 @@ func (h *Host) close(ctx context.Context) error {
 	}
 	h.mu.Lock()
 	g := h.gen
+	if err != nil {
+		g.cancelCalls()
+	}
 	h.mu.Unlock()
 	if g != nil {
 		g.end(ctx, err == nil)

@@ -169,11 +169,14 @@ func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID
 	if !tells {
 		return w.Save(ctx, t, kv)
 	}
-	return s.SaveTelling(ctx, t, kv, func() {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		h.do(h.tracker.Stored(time.Now(), id))
-	})
+	return s.SaveTelling(ctx, t, kv, func() { h.stored(id) })
+}
+
+// stored says that all that a ticket promises of a save is stored.
+func (h *Host) stored(id tracker.CallID) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.do(h.tracker.Stored(time.Now(), id))
 }
 
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory.
