@@ -20,7 +20,7 @@ func (w *worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 // SaveLayersTelling is SaveLayers, which calls promised as SaveTelling does.
 func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error {
 	err := w.save(t, promised, true, func(p *saving, child int, part *connector.Transfer) error {
-		return w.layersTo(ctx, p, child, part, kv, progress)
+		return w.layersTo(ctx, child, part, kv, &told{Progress: progress, all: kv.Layout().Layers(), computed: p.computed})
 	})
 	if err != nil {
 		return err
@@ -29,19 +29,17 @@ func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, k
 }
 
 // layersTo saves a part to one child while its layers are computed.
-func (w *worker) layersTo(ctx context.Context, p *saving, child int, part *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
-	layers := kv.Layout().Layers()
+func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transfer, kv *connector.KV, progress *told) error {
 	side, ok := connector.As[connector.LayerWorker](w.sides[child])
 	if !ok || w.children[child].Info.Capabilities&connector.CanLayers == 0 {
-		if err := allFinal(ctx, progress, layers); err != nil {
+		if err := allFinal(ctx, progress.Progress, progress.all); err != nil {
 			return err
 		}
-		p.computed()
+		progress.computed()
 		return w.sides[child].Save(ctx, part, kv)
 	}
-	told := &told{Progress: progress, all: layers, computed: p.computed}
-	err := side.SaveLayers(ctx, part, kv, told)
-	if err == nil && told.layers() < layers {
+	err := side.SaveLayers(ctx, part, kv, progress)
+	if err == nil && progress.layers() < progress.all {
 		return errEarly
 	}
 	return err

@@ -337,7 +337,7 @@ func TestSubscribedToItself(t *testing.T) {
 	})
 }
 
-// Who subscribes while blocks are being computed gets nothing of them, whether others get them or not, but all that comes later.
+// A consumer that subscribes while blocks are being computed gets nothing of them, whether others get them or not, but all that comes later.
 func TestSubscribedAmidASave(t *testing.T) {
 	for _, others := range []int64{0, 1} {
 		synctest.Test(t, func(t *testing.T) {
