@@ -19,7 +19,7 @@ from kvport_agent.guard import Faults
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
-from . import config, fingerprint
+from . import config, fingerprint, weights
 from . import pool as pool_
 from .bounce import NUMBER, Bounce
 from .client import Client
@@ -52,6 +52,11 @@ def flat_key_of(name: str) -> bytes:
     return hashlib.sha256(b"kvport/sglang-flat/1" + key_of(name)).digest()
 
 
+def kept_in(namespace: bytes, key: bytes) -> bytes:
+    """Make the key of a page in a namespace; the empty one leaves it as it is."""
+    return hashlib.sha256(b"kvport/sglang-namespace/1" + namespace + key).digest() if namespace else key
+
+
 class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     """Pages of one rank, in whatever the plugin keeps them in."""
 
@@ -70,6 +75,13 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         self._shared: pool_.Shared | None = None
         self._bounce: Bounce | None = None
         self._agents_lost = 0
+        self._cleared = b""
+        weights.WEIGHTS.matter = True
+        if not weights.WEIGHTS.watched:
+            log.warning(
+                "kvport: SGLang does not show when it changes its weights: never change those of this engine while it runs, "
+                "or pages of the old ones would be found (is kvport left out of SGLANG_PLUGINS?)"
+            )
 
     # -- the start
 
@@ -142,7 +154,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Count the leading pages that are stored; 0 if that is not known in time."""
-        return int(self._safe("batch_exists", lambda: self._exists([key_of(k) for k in keys]), 0))
+        return int(self._safe("batch_exists", lambda: self._asked(keys), 0))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the pool; a page that is not known to be right is False, and its memory as it was."""
@@ -157,11 +169,14 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             return []
         lengths = self._pages.lengths
         parts = pool_.parts_of(self._pool, len(keys), rows, lengths)
-        raw = [key_of(k) for k in keys]
+        namespace = self._namespace()
+        if namespace is None:
+            return [False] * len(keys)
+        raw = [kept_in(namespace, key_of(k)) for k in keys]
         if self._shared is None:
             n = len(lengths)
             pages = [(parts[i * n : (i + 1) * n], lengths) for i in range(len(keys))]
-            return self._copied(kind, raw, pages)
+            return self._believed(kind, namespace, self._copied(kind, raw, pages))
         where = self._shared.offset
         offsets = [where(address, lengths[i % len(lengths)]) for i, address in enumerate(parts)]
         end = time.monotonic() + self._seconds(kind)
@@ -170,7 +185,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         for at in range(0, len(raw), most):
             some = slice(at * len(lengths), (at + most) * len(lengths))
             results += self._move(kind, raw[at : at + most], POOL, offsets[some], max(0.001, end - time.monotonic()))
-        return [r == DONE for r in results]
+        return self._believed(kind, namespace, [r == DONE for r in results])
 
     # -- calls with tensors
 
@@ -209,7 +224,11 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             if n != size or not tensor.is_contiguous():
                 raise UnsupportedError(f"a tensor of {n} bytes, dense: {tensor.is_contiguous()}; a page has {size} bytes")
             pages.append(([int(tensor.data_ptr())], (size,)))
-        return self._copied(kind, [self._flat_key(k) for k in keys], pages)
+        namespace = self._namespace()
+        if namespace is None:
+            return [False] * len(keys)
+        raw = [kept_in(namespace, self._flat_key(k)) for k in keys]
+        return self._believed(kind, namespace, self._copied(kind, raw, pages))
 
     def _flat_key(self, name: str) -> bytes:
         return flat_key_of(name) if self._config.zero_copy else key_of(name)
@@ -243,6 +262,19 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
 
     def _seconds(self, kind: str) -> float:
         return self._config.get_seconds if kind == "get" else self._config.put_seconds
+
+    def _namespace(self) -> bytes | None:
+        """Give the namespace of this engine's pages; None: its weights are changing, and there are none."""
+        now = weights.WEIGHTS.namespace
+        return None if now is None else now + self._cleared
+
+    def _believed(self, kind: str, namespace: bytes, right: list[bool]) -> list[bool]:
+        """Believe no get amid which the weights changed: what came is of the old ones."""
+        return right if kind == "put" or self._namespace() == namespace else [False] * len(right)
+
+    def _asked(self, names: list[str]) -> int:
+        namespace = self._namespace()
+        return 0 if namespace is None else self._exists([kept_in(namespace, key_of(n)) for n in names])
 
     def _exists(self, keys: list[bytes]) -> int:
         if not keys or self._client is None:
@@ -288,8 +320,9 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     # -- the rest
 
     def clear(self) -> None:
-        """Say that this is not done: other engines may use the same store."""
-        log.warning("kvport: pages stay stored; clear the connector's own store to forget them")
+        """Find nothing of what was stored so far. It stays stored: other engines may use it."""
+        self._cleared = weights.fresh()
+        log.warning("kvport: this engine finds no page any more that was stored before now; other engines do: nothing was deleted")
 
     def get_stats(self) -> Any:
         """Give what was put and got since the last time, as SGLang's metrics take it."""

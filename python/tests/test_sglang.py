@@ -25,20 +25,6 @@ from kvport_sglang import config, early, fingerprint, stats  # noqa: E402
 PAGES = list(range(20))
 
 
-@pytest.fixture
-def engine(here):
-    """Make engines that are closed at the end."""
-    made = []
-
-    def make(**more):
-        made.append(rig.Engine(here, **more))
-        return made[-1]
-
-    yield make
-    for e in made:
-        e.close()
-
-
 def files(folder):
     """The files of the typical store that hold a page."""
     size = 2 * fakes.LAYERS * fakes.TOKENS * fakes.TOKEN_BYTES
@@ -116,24 +102,6 @@ def test_pages_of_other_engines(engine):
         assert all(e.set(names, PAGES[:6])) and all(e.get(names, PAGES[6:12])), more
     assert all(engine(storage={"dp_rank": 1, "dp_size": 2}).get(names, PAGES[:6])), "replicas share"
     assert all(mine.get(names, PAGES[:6]))
-
-
-@pytest.fixture
-def server_args(monkeypatch):
-    """Show arguments of SGLang's server at one place, as one of its versions does."""
-
-    def show(module=fingerprint._SHOW_ARGS[0][0], name=fingerprint._SHOW_ARGS[0][1], **fields):
-        args = types.SimpleNamespace(**fields)
-
-        def retired():
-            raise RuntimeError("retired")
-
-        for other, function in fingerprint._SHOW_ARGS:
-            monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
-        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
-        return args
-
-    return show
 
 
 @pytest.mark.parametrize(("module", "name"), fingerprint._SHOW_ARGS)
@@ -304,7 +272,6 @@ def test_engine_dies(here, binaries):
         "e = rig.Engine(pathlib.Path(sys.argv[1])); e.set(rig.keys(0, 9), list(range(10)))\n"
         "print(*[e.agent()[0], *e.agent()[1]], flush=True); time.sleep(600)\n"
     )
-    import sys
 
     paths = [str(rig.HERE), str(rig.HERE.parent)]
     child = subprocess.Popen([sys.executable, "-c", code, str(here), *paths], stdout=subprocess.PIPE, text=True)
@@ -451,7 +418,6 @@ def test_wrong_config(here, want):
 
 def test_config_before_the_model(here):
     import json
-    import types
 
     def args(value, backend="dynamic"):
         return types.SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=value)
@@ -466,13 +432,13 @@ def test_config_before_the_model(here):
             early.check(None, args(value))
     registry = types.SimpleNamespace(register=lambda *a: hooks.append(a))
     hooks = []
-    import sys
 
     sys.modules["sglang.srt.plugins.hook_registry"] = types.SimpleNamespace(
-        HookRegistry=registry, HookType=types.SimpleNamespace(BEFORE="before")
+        HookRegistry=registry, HookType=types.SimpleNamespace(BEFORE="before", AFTER="after")
     )
     early.register()
-    assert hooks == [("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")]
+    assert hooks[0] == ("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")
+    assert {target.rpartition(".")[2] for target, _, _ in hooks} >= {"flush_cache", "update_weights_from_disk", "begin_weight_update"}
 
 
 def test_what_cannot_be_served(here, engine):
@@ -517,7 +483,6 @@ def test_keys():
 
 
 def test_numbers_across_agents():
-    import types
 
     def state(n):
         c = types.SimpleNamespace(name="a_total", labels=["call", "get"], value=n, gauge=False, HasField=lambda _: False)
