@@ -1,7 +1,7 @@
 """The connection to the agent: calls of several threads of SGLang at once, each with a deadline.
 
 One thread has the connection. A put or a get is over only when nobody can touch the pool for it any more: the
-agent has answered, or it has ended with all its plugins.
+agent has answered, or it has ended. Plugins have nothing of the pool, so they are ended too, but not waited for.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Client:
 
     def __init__(self, spawner: Spawner, attach: Any, told: Callable[[Any], None]) -> None:
         """Take what finds the agent, the AgentAttachPages, and who is told of the agent's states."""
-        self._link = Link(spawner, lambda: (attach, None), "attach_pages", log)
+        self._link = Link(spawner, lambda: (attach, None), "attach_pages", log, plugins=False)
         self._told = told
         self._mu = threading.Lock()
         self._new: collections.deque[Call] = collections.deque()

@@ -1,5 +1,6 @@
 """The backend of SGLang with a real agent and real plugins: what SGLang calls, and what goes wrong."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
@@ -232,8 +233,34 @@ def test_agent_killed(engine):
     assert all(e.get(names, PAGES[:10]))
     assert e.backend._client.lost == 1 and e.agent()[0] != agent
     assert e.counts("kvport_sglang_agents_lost_total", 1) == 1
-    for pid in plugins:
-        assert not pathlib.Path(f"/proc/{pid}/exe").exists(), "a plugin of the dead agent lives"
+    until(lambda: not any(pathlib.Path(f"/proc/{pid}/exe").exists() for pid in plugins))
+
+
+def test_a_plugin_that_cannot_be_ended(engine, monkeypatch):
+    """One that waits for a disk that hangs lives on; it has nothing of the pool, so a call is over when the agent is."""
+    e = engine(settings={"get_ms": 60_000})
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    agent, (plugin,) = e.agent()
+    child = subprocess.Popen(["sleep", "600"])
+    pidfd, send = os.pidfd_open(child.pid), signal.pidfd_send_signal
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, sign: None if fd == pidfd else send(fd, sign))
+    e.backend._client._link._fence.add(pidfd, child.pid)
+    end = threading.Timer(2 * rig.LIMIT, child.kill)
+    end.start()
+    try:
+        strike(plugin, signal.SIGSTOP)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            got = thread.submit(e.get, names, PAGES[:10])
+            until(lambda: e.backend._client._running)
+            os.kill(agent, signal.SIGKILL)
+            assert got.result() == [False] * 10
+        assert child.poll() is None
+        until(lambda: e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
+    finally:
+        end.cancel()
+        child.kill()
+        child.wait()
 
 
 def test_agent_stopped(engine):
