@@ -190,8 +190,9 @@ FAST = {"exists_ms": 50, "get_ms": 300, "put_ms": 300}
 
 def test_plugin_stopped(engine):
     e = engine(settings=FAST)
-    names = rig.keys(0, 9)
+    names, others = rig.keys(0, 9), rig.keys(40, 49)
     until(lambda: all(e.set(names, PAGES[:10])))
+    until(lambda: all(e.set(others, PAGES[:10])))
     (pid,) = e.agent()[1]
     strike(pid, signal.SIGSTOP)
     assert e.exists(names) == 0
@@ -200,9 +201,9 @@ def test_plugin_stopped(engine):
     assert e.agent()[0] and e.backend._client.ready, "the agent has answered for it"
     before = e.pool.scribble(3)
     os.kill(pid, signal.SIGCONT)
-    until(lambda: e.exists(names) == 10)
+    until(lambda: e.exists(others) == 10)
     assert e.pool.spare(before, []), "a late load was written to the pool"
-    until(lambda: all(e.get(names, PAGES[:10])))
+    until(lambda: all(e.set(names, PAGES[:10])) and e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
 
 
 def until(what):
@@ -416,7 +417,7 @@ def test_store_hangs(engine, here):
             assert e.get(names, PAGES[:10]) == [False] * 10
             assert e.set(rig.keys(20, 29), PAGES[:10]) == [False] * 10
         os.kill(child.pid, signal.SIGCONT)
-        until(lambda: e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
+        until(lambda: all(e.set(names, PAGES[:10])) and e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
     finally:
         child.kill()
         child.wait()
