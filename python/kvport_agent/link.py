@@ -327,4 +327,4 @@ class Link:
         self._frames = self._fence = None
         self.state, self.life = State.DOWN, 0
         self._retry_at = float("inf")
-        self._spawner.reap()
+        self._spawner.close()

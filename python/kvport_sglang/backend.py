@@ -1,6 +1,7 @@
 """SGLang's storage backend. Nothing here raises once an engine runs, and nothing takes longer than its deadline.
 
-Calls come from several threads of SGLang at once, some twice, in any order, and close is never called.
+Calls come from several threads of SGLang at once, some twice, in any order. close is called where the backend is
+detached, and not where SGLang ends.
 """
 
 from __future__ import annotations
@@ -93,19 +94,26 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
                 raise UnsupportedError("SGLang has made another pool: kvport serves the first one only")
             return
         self._pool = mem_pool_host
+        try:
+            self._begin(mem_pool_host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, pool: Any) -> None:
         zero_copy = self._config.zero_copy
-        self._pages = pool_.geometry(mem_pool_host, zero_copy)
-        self._shared = pool_.lies_in(mem_pool_host, pool_.shared(mem_pool_host), self._pages) if zero_copy else None
+        self._pages = pool_.geometry(pool, zero_copy)
+        self._shared = pool_.lies_in(pool, pool_.shared(pool), self._pages) if zero_copy else None
         room = self._room()
         # Also where the pool is shared, SGLang may give tensors.
-        self._bounce = Bounce(self._pages.lengths, min(room, 8) if self._shared is not None else room)
-        client = Client(self._spawner(), self._attach(room), self._told)
+        bounce = self._bounce = Bounce(self._pages.lengths, min(room, 8) if self._shared is not None else room)
+        assert bounce.memfd is not None
+        client = self._client = Client(self._spawner(), self._attach(room), self._told)
         if self._shared is not None:
             client.share(POOL, self._shared.fd, self._shared.size)
-        client.share(NUMBER, self._bounce.memfd.fd, self._bounce.memfd.size)
+        client.share(NUMBER, bounce.memfd.fd, bounce.memfd.size)
         self._say(room)
         client.start()
-        self._client = client
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take the pool once more; refuse other kinds of pool."""
@@ -144,10 +152,11 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         log.log(level, "kvport: %s; %d pages on their way; %s", how, room, fingerprint.shape_text(self._pages, self._storage))
 
     def _told(self, state: Any) -> None:
-        if self._client is not None and self._client.lost != self._agents_lost:
+        client = self._client
+        if client is not None and client.lost != self._agents_lost:
             self.numbers.agent_lost()
-            self.numbers.add("kvport_sglang_agents_lost_total", self._client.lost - self._agents_lost)
-            self._agents_lost = self._client.lost
+            self.numbers.add("kvport_sglang_agents_lost_total", client.lost - self._agents_lost)
+            self._agents_lost = client.lost
         self.numbers.take_state(state)
 
     # -- calls with addresses
@@ -236,7 +245,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     def _copied(self, kind: str, keys: list[bytes], pages: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bool]:
         """Move pages through our own memory, as many at a time as it holds."""
         bounce = self._bounce
-        assert bounce is not None
+        if bounce is None:
+            return [False] * len(keys)
         end = time.monotonic() + self._seconds(kind)
         right = [False] * len(keys)
         with bounce.places(kind, self._seconds(kind)) as places:
@@ -277,12 +287,13 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         return 0 if namespace is None else self._exists([kept_in(namespace, key_of(n)) for n in names])
 
     def _exists(self, keys: list[bytes]) -> int:
-        if not keys or self._client is None:
+        client = self._client
+        if not keys or client is None:
             return 0
         seconds = self._config.exists_seconds
         keys = keys[:_MOST_KEYS]
         ask = message("AgentPagesExists")(keys=b"".join(keys), deadline_ms=max(1, int(seconds * 1000)))
-        answer = self._client.call(seconds, False, pages_exists=ask)
+        answer = client.call(seconds, False, pages_exists=ask)
         if answer is None or answer.WhichOneof("result") != "pages_found":
             self.numbers.add("kvport_sglang_exists_unanswered_total")
             return 0
@@ -295,9 +306,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         began = time.monotonic()
         name = "AgentPagesGet" if kind == "get" else "AgentPagesPut"
         ask = message(name)(keys=b"".join(keys), region=region, offsets=offsets, deadline_ms=max(1, int(seconds * 1000)))
-        answer = None
-        if self._client is not None:
-            answer = self._client.call(seconds, True, **{f"pages_{kind}": ask})
+        client = self._client
+        answer = client.call(seconds, True, **{f"pages_{kind}": ask}) if client is not None else None
         results = list(answer.pages_done.results) if answer is not None and answer.WhichOneof("result") == "pages_done" else []
         if len(results) != len(keys):
             self.numbers.add(f"kvport_sglang_{kind}_unanswered_pages_total", len(keys))
@@ -329,6 +339,10 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         return for_sglang(self.numbers.take_moved())
 
     def close(self) -> None:
-        """Leave the agent. SGLang may never call this: the agent sees the end of the process."""
-        if self._client is not None:
-            self._client.close()
+        """Leave the agent, and give back memory and descriptors. Where SGLang only ends, the agent sees the end of the process."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        bounce, self._bounce = self._bounce, None
+        if bounce is not None:
+            bounce.close()

@@ -111,16 +111,26 @@ class Client:
         return call.answer
 
     def close(self, wait: float = 2.0) -> None:
-        """Leave in good order."""
+        """Leave in good order. Afterwards nothing of it is left, or soon."""
         with self._mu:
             self._closing = True
         self._wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._close_pipe()
+        elif threading.current_thread() is not self._thread:
             self._thread.join(wait)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyway
-            os.write(self._wake_write, b"x")
+        with self._mu, contextlib.suppress(OSError):  # full: it wakes anyway
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"x")
+
+    def _close_pipe(self) -> None:
+        with self._mu:
+            for fd in (self._wake_read, self._wake_write):
+                if fd >= 0:
+                    os.close(fd)
+            self._wake_read = self._wake_write = -1
 
     # -- the thread
 
@@ -145,6 +155,7 @@ class Client:
         self._link.close()
         for call in [*self._take_new(), *self._running]:
             call.end()
+        self._close_pipe()
 
     def _turn(self) -> None:
         self._wait()

@@ -523,6 +523,55 @@ def test_numbers_across_agents():
     assert numbers.all() == {'a_total{call="get"}': 5}
 
 
+def mappings():
+    """How often memory of ours is mapped here."""
+    return pathlib.Path("/proc/self/maps").read_text().count("memfd:kvport-cache")
+
+
+def test_attach_and_detach(here):
+    """SGLang detaches a backend, and attaches another, as often as it is told."""
+
+    def turn():
+        e = rig.Engine(here, shm=False)
+        assert all(e.set(rig.keys(0, 5), PAGES[:6])) and all(e.get(rig.keys(0, 5), PAGES[:6]))
+        e.close()
+        assert e.exists(rig.keys(0, 5)) == 0 and e.get(rig.keys(0, 5), PAGES[:6]) == [False] * 6
+
+    turn()
+    fds, maps = len(os.listdir("/proc/self/fd")), mappings()
+    for _ in range(3):
+        turn()
+    assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps == 0
+    assert not list((here / "run").rglob("*.json")), "a config, with its passwords, stays"
+
+
+def test_a_start_that_fails(here, monkeypatch):
+    pool = fakes.MHATokenToKVPoolHost()
+    fds, maps = len(os.listdir("/proc/self/fd")), mappings()
+
+    def fails(*_):
+        raise OSError("no thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    backend = backend_.KvportHiCache(fakes.storage_config(rig.extra(here), rig.model(here)))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no thread"):
+            backend.register_mem_pool_host(pool)
+    assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps
+    pool.close()
+
+
+def test_memory_that_is_in_use_stays(engine):
+    e = engine(shm=False)
+    bounce = e.backend._bounce
+    with bounce.places("get", 1.0) as places:
+        bounce.close()
+        bounce.copy_in(places[0], [bounce.memfd.address], [8])
+    with bounce.places("put", 1.0) as places:
+        assert places is not None
+    bounce.close()
+
+
 def test_nothing_is_left(engine, here):
     e = engine()
     fds = len(os.listdir("/proc/self/fd"))
