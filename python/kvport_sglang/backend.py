@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         """Check the config. The agent is started when the pool is known."""
         self._storage = storage_config
         self._config = config.parse(getattr(storage_config, "extra_config", None), fingerprint.process(storage_config))
-        config.check(self._config)
+        said = config.check(self._config)
         fingerprint.rank(storage_config)  # raises if it cannot be served
         self._model = fingerprint.model(storage_config, ContentCache())
         self.faults = Faults(log)
@@ -78,6 +79,11 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         self._agents_lost = 0
         self._cleared = b""
         weights.WEIGHTS.matter = True
+        if said.scope == "engine" and getattr(storage_config, "is_mla_model", False) and getattr(storage_config, "tp_size", 1) > 1:
+            log.warning(
+                "kvport: nothing will be found: rank 0 stores the pages of a model with MLA for all ranks, and no other process "
+                "sees what this connector stores; use one whose store is shared"
+            )
         if not weights.WEIGHTS.watched:
             log.warning(
                 "kvport: SGLang does not show when it changes its weights: never change those of this engine while it runs, "
@@ -131,7 +137,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
 
     def _spawner(self) -> Spawner:
         c = self._config
-        return Spawner(c.binary, c.text, c.engine, c.socket_dir)
+        # A name of its own: another process may have the same config, also its engine_id, and would find our agent busy for ever.
+        return Spawner(c.binary, c.text, f"{c.engine}/{uuid.uuid4().hex}", c.socket_dir)
 
     def _attach(self, room: int) -> Any:
         attach = message("AgentAttachPages")(version=1, engine=self._config.engine, hashes=HASHES, pages=room)

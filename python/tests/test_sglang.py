@@ -435,6 +435,9 @@ WRONG = {
     "kvport_sglang.get_ms: is True": {"kvport_sglang": {"get_ms": True}},
     "kvport_sglang.agent_socket_dir: is 3": {"kvport_sglang": {"agent_socket_dir": 3}},
     "kvport_sglang: is 3": {"kvport_sglang": 3},
+    "get_ms: belongs into kvport_sglang": {"get_ms": 1000},
+    "kv_transfer_config.kv_role: is 'kv_consumer', want kv_both": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_consumer"}},
+    "kv_transfer_config.kv_role: is 'kv_producer', want kv_both": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_producer"}},
 }
 
 
@@ -501,6 +504,28 @@ def test_ranks_of_mla(engine):
     first = engine(storage={"tp_size": 2, "is_mla_model": True})
     assert all(first.set(names, PAGES[:4]))
     assert all(engine(storage={"tp_size": 2, "tp_rank": 1, "is_mla_model": True}).get(names, PAGES[:4]))
+
+
+def test_ranks_of_mla_without_a_shared_store(engine, here, caplog):
+    """Rank 0 stores for all: nobody else sees what is in a plugin of its own."""
+    mla = {"tp_size": 2, "tp_rank": 1, "is_mla_model": True}
+    tier = next(f for _, f in rig.fixtures() if f.get("typical") == "tier")
+    own = {"connector": tier["connector"], "inner": filled(tier["setups"][-1]["config"], {"TMP": str(here)})}
+    engine(storage=mla)
+    engine(storage={"tp_size": 2}, **own)
+    assert "nothing will be found" not in caplog.text
+    engine(storage=mla, **own)
+    assert "nothing will be found" in caplog.text
+
+
+def test_one_config_in_two_processes(engine, here):
+    """Replicas get one config, and with it one engine_id."""
+    inner = {**rig.extra(here)["kv_transfer_config"], "engine_id": "prod"}
+    one, two = engine(kv_transfer_config=inner), engine(kv_transfer_config=inner)
+    assert one.agent()[0] != two.agent()[0]
+    names = rig.keys(0, 5)
+    assert all(one.set(names, PAGES[:6])) and two.exists(names) == 6
+    assert all(two.set(rig.keys(10, 15), PAGES[:6])) and all(one.get(rig.keys(10, 15), PAGES[:6]))
 
 
 def test_keys():
