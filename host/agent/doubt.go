@@ -26,7 +26,7 @@ func newDoubt(lasts time.Duration) *doubt {
 }
 
 // learn notes which pages the store has and which not. hide: it may go on to say that it has those, and whoever believes
-// that waits for a load in vain. After a while it is asked again, since somebody else may have stored them.
+// that waits for a load that fails. After a while it is asked again, since somebody else may have stored them.
 func (d *doubt) learn(good, bad []connector.BlockKey, hide bool) {
 	var until time.Time
 	if hide {
@@ -39,7 +39,7 @@ func (d *doubt) learn(good, bad []connector.BlockKey, hide bool) {
 		clear(d.pages)
 	}
 	for _, k := range bad {
-		if _, known := d.pages[k]; hide || !known { // a put that fails says nothing of what is there
+		if _, known := d.pages[k]; hide || !known { // a put that fails shows nothing about what is there
 			d.pages[k] = until
 		}
 	}
@@ -48,7 +48,7 @@ func (d *doubt) learn(good, bad []connector.BlockKey, hide bool) {
 	}
 }
 
-// certain says whether what the store says of these pages may be believed.
+// certain says whether the store can be believed about these pages.
 func (d *doubt) certain(keys []connector.BlockKey) bool {
 	d.mu.Lock()
 	more := d.more
@@ -56,7 +56,7 @@ func (d *doubt) certain(keys []connector.BlockKey) bool {
 	return !more && !d.any(keys)
 }
 
-// any says whether one of these pages is to be replaced where the store has it.
+// any says whether a put must replace one of these pages where the store has it.
 func (d *doubt) any(keys []connector.BlockKey) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()

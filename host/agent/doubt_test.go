@@ -13,7 +13,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Pages are hidden for a while if the store is not to be believed, and until they are stored again they are to be replaced.
+// Pages are hidden for a while if the store cannot be believed, and until they are stored again a put replaces them.
 func TestDoubt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d, ks := newDoubt(time.Minute), hashes("a", 5)
@@ -26,7 +26,7 @@ func TestDoubt(t *testing.T) {
 		require.Equal(t, 3, d.before(ks), "the third is doubtful, and not hidden")
 		d.learn(nil, ks, false)
 		require.Equal(t, 3, d.before(ks), "a put has failed")
-		time.Sleep(time.Minute)
+		<-time.After(time.Minute)
 		require.Equal(t, 5, d.before(ks))
 		require.True(t, d.any(ks))
 		d.learn(ks, nil, false)
