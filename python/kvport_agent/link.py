@@ -213,6 +213,7 @@ class Link:
                 self._retry_at = time.monotonic() + 0.005
                 self._backoff = _BACKOFF_MIN
             return
+        self.refused = None
         try:
             self._fence = Fence(peer_pid(sock), self._plugins)
             self._frames = Frames(sock)

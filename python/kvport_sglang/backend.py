@@ -343,7 +343,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """Give what was put and got since the last time, as SGLang's metrics take it."""
-        return for_sglang(self.numbers.take_moved())
+        return self._safe("get_stats", lambda: for_sglang(self.numbers.take_moved()), None)
 
     def close(self) -> None:
         """Leave the agent, and give back memory and descriptors. Where SGLang only ends, the agent sees the end of the process."""
