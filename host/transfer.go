@@ -119,7 +119,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
-	if err == nil && a.Check != nil && h.opts.Landed != nil && r.landing == nil {
+	if err == nil && a.Check != nil && h.opts.Landed != nil && r.landing == nil && !overlapped {
 		h.opts.Landed(t.Request, a.Rank)
 	}
 	if a.Check == nil { // they get no digests: that would say that they are right (rule TAINT-01)

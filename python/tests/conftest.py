@@ -1,4 +1,6 @@
+import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -20,6 +22,15 @@ def binaries():
     kvport = ROOT / "bin" / "kvport"
     assert kvport.exists(), "bin/kvport is not there: run `make build`"
     return kvport.parent
+
+
+@pytest.fixture(scope="session")
+def layered(tmp_path_factory):
+    """The folder of a plugin that brings loads layer by layer: the one of package engine's own tests."""
+    folder = tmp_path_factory.mktemp("plugins")
+    command = [os.environ.get("GO", "go"), "build", "-o", str(folder / "kvport-hold"), "./engine/testdata/plugin"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
 
 
 @pytest.fixture
