@@ -266,7 +266,7 @@ func (n *network) meet(ctx context.Context, address string, can []string) (*deal
 	defer stop()
 	conn := tls.Client(raw, n.tls)
 	if err := conn.HandshakeContext(ctx); err != nil {
-		return nil, fmt.Errorf("%s does not have our key: %w: %w", address, err, connector.ErrIncompatible)
+		return nil, fmt.Errorf("%s does not have our key: both engines need the same kvport.ticket_key_file, or run as one user of one machine: %w: %w", address, err, connector.ErrIncompatible)
 	}
 	if err := json.NewEncoder(conn).Encode(&offer{Version: meetVersion, Host: n.host, Ways: can}); err != nil {
 		return nil, err
