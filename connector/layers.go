@@ -16,6 +16,14 @@ type Progress interface {
 	Wait(ctx context.Context, seen int) (final int, err error)
 }
 
+// AwaitLayers waits until that many layers are final, for whoever needs all of them at once. Its error is that of progress.
+func AwaitLayers(ctx context.Context, progress Progress, layers int) (err error) {
+	for n := 0; n < layers && err == nil; {
+		n, err = progress.Wait(ctx, n)
+	}
+	return err
+}
+
 // A LayerWorker saves blocks while they are being computed (capability CanLayers), so that most of
 // their bytes have left when the last layer is done.
 type LayerWorker interface {

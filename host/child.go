@@ -357,7 +357,7 @@ func (w childWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *
 	returned := make(chan struct{})
 	var clock sync.WaitGroup
 	clock.Go(func() {
-		_ = untilFinal(ctx, progress, kv.Layout().Layers())
+		_ = connector.AwaitLayers(ctx, progress, kv.Layout().Layers())
 		limit := w.set.Deadlines.Save
 		defer time.AfterFunc(limit, cancel).Stop()
 		defer w.killAfter(limit+w.set.Deadlines.Grace, l, "save", t)()

@@ -94,18 +94,10 @@ func saveLayersTo(ctx context.Context, w connector.Worker, t *connector.Transfer
 	if worker, ok := connector.As[connector.LayerWorker](w); ok {
 		return worker.SaveLayers(ctx, t, kv, progress)
 	}
-	if err := untilFinal(ctx, progress, kv.Layout().Layers()); err != nil { // another build of the plugin, after a restart
+	if err := connector.AwaitLayers(ctx, progress, kv.Layout().Layers()); err != nil { // another build of the plugin, after a restart
 		return err
 	}
 	return w.Save(ctx, t, kv)
-}
-
-// untilFinal waits until all layers are final.
-func untilFinal(ctx context.Context, progress connector.Progress, layers int) (err error) {
-	for n := 0; n < layers && err == nil; {
-		n, err = progress.Wait(ctx, n)
-	}
-	return err
 }
 
 // sealedProgress makes the digests of each layer before it says that the layer is final, and copies it

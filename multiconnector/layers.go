@@ -25,14 +25,14 @@ func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, k
 	if err != nil {
 		return err
 	}
-	return allFinal(ctx, progress, kv.Layout().Layers()) // perhaps no child had to be asked
+	return connector.AwaitLayers(ctx, progress, kv.Layout().Layers()) // perhaps no child had to be asked
 }
 
 // layersTo saves a part to one child while its layers are computed.
 func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transfer, kv *connector.KV, progress *told) error {
 	side, ok := connector.As[connector.LayerWorker](w.sides[child])
 	if !ok || w.children[child].Info.Capabilities&connector.CanLayers == 0 {
-		if err := allFinal(ctx, progress.Progress, progress.all); err != nil {
+		if err := connector.AwaitLayers(ctx, progress.Progress, progress.all); err != nil {
 			return err
 		}
 		progress.computed()
@@ -45,16 +45,8 @@ func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transf
 	return err
 }
 
-// allFinal waits until all layers are final.
-func allFinal(ctx context.Context, progress connector.Progress, layers int) (err error) {
-	for n := 0; n < layers && err == nil; {
-		n, err = progress.Wait(ctx, n)
-	}
-	return err
-}
-
-// told is a Progress that remembers what it has said. In a child's process that is a little less than what the host of that process has
-// heard, so a child that answers while the last layer is on its way to it may pass: digests find what it has not read.
+// told is a Progress that remembers how many layers it has announced. A child in another process learns of a layer a little later, so
+// one that answers before the last layer has reached it may pass: digests find what it has not read.
 type told struct {
 	connector.Progress
 	all      int

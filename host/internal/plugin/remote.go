@@ -295,11 +295,8 @@ func (p *workerProxy) moved(ctx context.Context, req *kvportv1.SessionRequest) (
 func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
 	counter, ok := p.board.Take()
 	if !ok {
-		for n := 0; n < p.layers; {
-			var err error
-			if n, err = progress.Wait(ctx, n); err != nil {
-				return err
-			}
+		if err := connector.AwaitLayers(ctx, progress, p.layers); err != nil {
+			return err
 		}
 		return p.Save(ctx, t, kv)
 	}
