@@ -16,7 +16,6 @@ func workCases() []Case {
 		storeCase("partial-load", "WORK-02", "A load of absent blocks names exactly those and fills the others.", partialLoad),
 		storeCase("load-granted", "WORK-03", "A load changes no block but its own.", loadGranted),
 		storeCase("load-ends", "WORK-04", "After a load has returned, even a cancelled one, nothing writes to its blocks.", loadEnds),
-		storeCase("visible", "WORK-05", "What was saved is offered at once, even if it was absent before.", visible),
 		storeCase("save-reads", "WORK-06", "A save changes nothing in the cache.", saveReads),
 		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
 		storeCase("amid-call", "WORK-07", "Calls whose context ends while they run return within 2 s.", amidCall),
@@ -89,19 +88,6 @@ func loadEnds(r *rig) {
 				}
 			}
 		}
-	}
-}
-
-func visible(r *rig) {
-	a := r.engine(setup{})
-	b := a.peer()
-	for range 5 {
-		keys := a.keys(2)
-		r.equal(0, a.match(keys...), "blocks offered before the save")
-		r.equal(0, b.match(keys...), "blocks offered to another engine before the save")
-		a.save(blocks(0, keys...)...)
-		r.equal(2, a.match(keys...), "blocks offered after the save")
-		r.equal(2, b.match(keys...), "blocks offered to another engine after the save")
 	}
 }
 

@@ -119,9 +119,9 @@ type T interface {
 	Skipf(format string, args ...any)
 }
 
-// Cases lists every case, in the order in which they run.
+// Cases lists every case, in the order in which they run: first those without which no other can be judged.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
+	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

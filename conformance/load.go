@@ -186,6 +186,13 @@ func (r *rig) unfit(why string) {
 	r.Skipf("%s", why)
 }
 
+// blame is recorder.blame.
+func (r *rig) blame(rule string) {
+	if rec, ok := r.T.(*recorder); ok {
+		rec.blame(rule)
+	}
+}
+
 // inconclusive ends the case without a verdict.
 func (r *rig) inconclusive(format string, args ...any) {
 	r.Helper()

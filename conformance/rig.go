@@ -72,7 +72,7 @@ func newRig(t T, h Harness) *rig {
 func (r *rig) describe() connector.Info {
 	r.Helper()
 	info, err := r.start(1, 64).Describe(r.Context(), r.h.Config())
-	r.must(err, "describe")
+	r.mustAs("CONF-02", err, "describe")
 	return info
 }
 
@@ -91,11 +91,37 @@ func (r *rig) must(err error, format string, args ...any) {
 	}
 }
 
+// mustAs is must for a call that breaks another rule than the case's if it fails.
+func (r *rig) mustAs(rule string, err error, format string, args ...any) {
+	r.Helper()
+	if err != nil {
+		r.blame(rule)
+	}
+	r.must(err, format, args...)
+}
+
+// mustOpen is must for an opening. Where it is the first of the case, nothing that the case is about has happened yet.
+func (r *rig) mustOpen(err error, format string, args ...any) {
+	r.Helper()
+	if err != nil && len(r.opened) == 0 {
+		r.blame("OPEN-01")
+	}
+	r.must(err, format, args...)
+}
+
+// endless blames a Close that is not answered, whatever the case is about: it waits for what an earlier call has left.
+func (r *rig) endless(closing error) error {
+	if errors.Is(closing, context.DeadlineExceeded) {
+		r.blame("LIFE-04")
+	}
+	return closing
+}
+
 // start starts another instance of the connector.
 func (r *rig) start(ranks int, size int64) *Instance {
 	r.Helper()
 	i, err := r.h.Start(r.Context(), ranks, size)
-	r.must(err, "start")
+	r.mustOpen(err, "start")
 	return r.keep(i)
 }
 
@@ -240,7 +266,7 @@ func (e *engine) openAll() {
 func (e *engine) openScheduler() {
 	e.Helper()
 	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
-	e.must(err, "open the scheduler side")
+	e.mustOpen(err, "open the scheduler side")
 	e.scheduler = s
 	e.endWithCase()
 }
@@ -250,7 +276,7 @@ func (e *engine) openWorker(rank int) {
 	env := e.env
 	env.Rank = rank
 	w, err := e.inst.Worker(e.Context(), env, e.config)
-	e.must(err, "open the worker side of rank %d", rank)
+	e.mustOpen(err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
 	e.endWithCase()
 }
@@ -261,7 +287,7 @@ func (e *engine) closeScheduler() error {
 	if s == nil {
 		return nil
 	}
-	return s.Close()
+	return e.endless(s.Close())
 }
 
 func (e *engine) closeWorker(rank int) error {
@@ -270,7 +296,7 @@ func (e *engine) closeWorker(rank int) error {
 	if w == nil {
 		return nil
 	}
-	return w.Close()
+	return e.endless(w.Close())
 }
 
 func (e *engine) closeAll() {

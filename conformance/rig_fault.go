@@ -295,11 +295,11 @@ func (e *engine) endWithCase() {
 		var errs []error
 		for _, w := range e.workers {
 			if w != nil {
-				errs = append(errs, w.Close())
+				errs = append(errs, e.endless(w.Close()))
 			}
 		}
 		if e.scheduler != nil {
-			errs = append(errs, e.scheduler.Close())
+			errs = append(errs, e.endless(e.scheduler.Close()))
 		}
 		return errors.Join(errs...)
 	})
