@@ -49,10 +49,10 @@ func TestBlame(t *testing.T) {
 		body func(r *rig)
 		want string
 	}{
-		"the first opening": {func(r *rig) { r.mustOpen(errors.New("no such folder"), "open") }, "OPEN-01"},
-		"another opening": {func(r *rig) {
-			r.opened[&engine{}] = true
-			r.mustOpen(errors.New("held by another"), "open")
+		"the first opening": {func(r *rig) { r.mustOpen(nil, errors.New("no such folder"), "open") }, "OPEN-01"},
+		"a later opening": {func(r *rig) {
+			r.ready = true
+			r.mustOpen(nil, errors.New("no such folder"), "open")
 		}, "RULE-01"},
 		"a close without an answer": {func(r *rig) { r.must(r.endless(unanswered), "close") }, "LIFE-04"},
 		"a close that fails":        {func(r *rig) { r.must(r.endless(errors.New("disk")), "close") }, "RULE-01"},

@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -10,6 +11,7 @@ import (
 	"hash/fnv"
 	"log/slog"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -35,6 +37,7 @@ type rig struct {
 	info     connector.Info
 	closers  []func() error
 	opened   map[*engine]bool // its sides are closed with the case
+	ready    bool             // all sides of an engine were open
 	epoch    uint64
 	config   json.RawMessage
 }
@@ -100,13 +103,29 @@ func (r *rig) mustAs(rule string, err error, format string, args ...any) {
 	r.must(err, format, args...)
 }
 
-// mustOpen is must for an opening. Where it is the first of the case, nothing that the case is about has happened yet.
-func (r *rig) mustOpen(err error, format string, args ...any) {
+// mustOpen is must for the start of an instance or the opening of its sides. Until all sides of an engine were open once, nothing that the
+// case is about has happened; and what fails beside another engine is told with that engine.
+func (r *rig) mustOpen(i *Instance, err error, format string, args ...any) {
 	r.Helper()
-	if err != nil && len(r.opened) == 0 {
+	if err != nil && !r.ready {
 		r.blame("OPEN-01")
 	}
+	if other := r.openBeside(i); err != nil && other != nil && r.info.Scope != connector.ScopeEngine {
+		r.blame("OPEN-03")
+		err = fmt.Errorf("%w; engine %s of the case has its sides open, in process %d", err, other.env.Engine, cmp.Or(other.inst.PID, os.Getpid()))
+	}
 	r.must(err, format, args...)
+}
+
+// openBeside is the first engine of the case that has a side open in another instance; nil: none has.
+func (r *rig) openBeside(i *Instance) (first *engine) {
+	for e := range r.opened {
+		side := e.scheduler != nil || slices.ContainsFunc(e.workers, func(w connector.Worker) bool { return w != nil })
+		if side && e.inst != i && !e.inst.killed && (first == nil || e.env.Epoch < first.env.Epoch) {
+			first = e
+		}
+	}
+	return first
 }
 
 // endless blames a Close that is not answered, whatever the case is about: it waits for what an earlier call has left.
@@ -121,7 +140,7 @@ func (r *rig) endless(closing error) error {
 func (r *rig) start(ranks int, size int64) *Instance {
 	r.Helper()
 	i, err := r.h.Start(r.Context(), ranks, size)
-	r.mustOpen(err, "start")
+	r.mustOpen(i, err, "start")
 	return r.keep(i)
 }
 
@@ -255,18 +274,29 @@ func (e *engine) peer() *engine {
 	return p
 }
 
+// beside makes another engine, whose sides are not open yet. Where Scope is engine, nobody else sees what e keeps, and one process may hold
+// it alone: e ends then.
+func (e *engine) beside(s setup) *engine {
+	e.Helper()
+	if e.info.Scope == connector.ScopeEngine {
+		e.end()
+	}
+	return e.closed(s)
+}
+
 func (e *engine) openAll() {
 	e.Helper()
 	e.openScheduler()
 	for rank := range e.workers {
 		e.openWorker(rank)
 	}
+	e.ready = true
 }
 
 func (e *engine) openScheduler() {
 	e.Helper()
 	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
-	e.mustOpen(err, "open the scheduler side")
+	e.mustOpen(e.inst, err, "open the scheduler side")
 	e.scheduler = s
 	e.endWithCase()
 }
@@ -276,7 +306,7 @@ func (e *engine) openWorker(rank int) {
 	env := e.env
 	env.Rank = rank
 	w, err := e.inst.Worker(e.Context(), env, e.config)
-	e.mustOpen(err, "open the worker side of rank %d", rank)
+	e.mustOpen(e.inst, err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
 	e.endWithCase()
 }

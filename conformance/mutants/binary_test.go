@@ -36,6 +36,8 @@ func TestMain(m *testing.M) {
 		sdk.Serve(mutants.ArenaTorn())
 	case "kvport-files":
 		sdk.Serve(mutants.Files())
+	case "kvport-held":
+		sdk.Serve(mutants.Held())
 	case "kvport-files-service":
 		if len(os.Environ()) > 0 && os.Getenv("PLUGIN_CLIENT_CERT") == "" && len(os.Args) == 1 {
 			os.Exit(0) // started by hand
