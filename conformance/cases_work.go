@@ -20,6 +20,7 @@ func workCases() []Case {
 		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
 		storeCase("amid-call", "WORK-07", "Calls whose context ends while they run return within 2 s.", amidCall),
 		storeCase("cancelled-save", "WORK-08", "Whatever a cancelled save left behind is whole.", cancelledSave),
+		storeCase("offered-whole", "WORK-08", "While 500 blocks are saved, what is offered of them is loaded at once, and right.", offeredWhole),
 		storeCase("concurrent", "WORK-09", "Loads and saves of the same blocks run at the same time.", concurrent),
 		storeCase("error-kind", "ERR-02", "A load of an absent block fails with ErrGone.", errorKind),
 	}
@@ -265,4 +266,54 @@ func errorKind(r *rig) {
 	} else if !errors.Is(err, connector.ErrGone) {
 		r.Errorf("error %q does not wrap ErrGone", err)
 	}
+}
+
+// offeredWhole asks for blocks again and again while they are saved, and loads the last of those that are offered.
+func offeredWhole(r *rig) {
+	const many, last, rounds = 500, 8, 4
+	layout := planes(many + last)
+	e := r.engine(setup{layout: &layout})
+	worker := e.workers[0]
+	for range rounds {
+		keys := e.keys(many)
+		save := transfer(blocks(0, keys...))
+		e.fill(save.Blocks...)
+		saved := make(chan error, 1)
+		go func() { saved <- worker.Save(r.Context(), &save, e.kv[0]) }()
+		wrong := ""
+		for running := true; running && wrong == ""; {
+			select {
+			case err := <-saved:
+				saved <- err
+				running = false
+			default:
+			}
+			wrong = e.brings(keys[:min(e.tryMatch(keys), many)], many, last)
+		}
+		r.must(<-saved, "save")
+		if wrong != "" {
+			r.Errorf("%s", wrong)
+			return
+		}
+	}
+}
+
+// brings loads the last of the blocks that are offered into the slots from first on, and says what is wrong with that; "" if nothing is.
+func (e *engine) brings(offered []connector.BlockKey, first, last int) string {
+	e.Helper()
+	to := blocks(first, offered[max(0, len(offered)-last):]...)
+	if len(to) == 0 {
+		return ""
+	}
+	e.wipe(0x55, to...)
+	load := transfer(to)
+	if err := e.moveRank(e.Context(), 0, &load, false); err != nil {
+		return fmt.Sprintf("%d blocks were offered while they were saved, and the last of them could not be loaded: %v", len(offered), err)
+	}
+	for _, b := range to {
+		if d := e.differs(b); d != "" {
+			return fmt.Sprintf("%d blocks were offered while they were saved: %s", len(offered), d)
+		}
+	}
+	return ""
 }

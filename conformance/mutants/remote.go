@@ -194,7 +194,7 @@ func (s *remote) Get(ctx context.Context, items []connector.Item) error {
 func (s *remote) Put(ctx context.Context, items []connector.Item) error {
 	return s.each(items, func(it connector.Item) error {
 		have, err := s.known(ctx, s.key(it.Key))
-		if err == nil && have && !it.Replace {
+		if err == nil && have && !it.Replace && s.same(ctx, it) {
 			return nil
 		}
 		if err == nil {
@@ -205,6 +205,13 @@ func (s *remote) Put(ctx context.Context, items []connector.Item) error {
 		}
 		return nil
 	})
+}
+
+// same reports whether the value of a key is the block as it is.
+func (s *remote) same(ctx context.Context, it connector.Item) bool {
+	value, err := s.read(ctx, s.key(it.Key))
+	head := sumBytes + len(it.Key)
+	return err == nil && len(value) >= head && sameVersion(value[head:], it.Spans)
 }
 
 // Close implements connector.Store.
