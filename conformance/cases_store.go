@@ -15,7 +15,7 @@ func storeCases() []Case {
 		storeCase("two-engines", "STORE-04", "Two engines save the same blocks while both load them.", twoEngines),
 		storeCase("put-twice", "STORE-05", "A second save of a stored block succeeds and changes nothing.", putTwice),
 		storeCase("replace", "STORE-06", "A Save with Replace overwrites what is stored.", replace),
-		storeCase("another-version", "STORE-07", "Blocks are there with another length, or with digests by another key: a save stores them anew.", anotherVersion),
+		storeCase("another-version", "STORE-07", "Blocks are there with another length, or with digests by another key: a save stores them again.", anotherVersion),
 	}
 }
 

@@ -47,7 +47,7 @@ const (
 	MultiChildren Profile = "multi"
 	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
 	// names the server as @SERVER@, a Redis server that the suite runs, or as @PROXY:HOST:PORT@, any other server. Cases that change what
-	// lies in the server are skipped there.
+	// lies in the server are skipped there, unless it is Controlled.
 	Remote Profile = "remote"
 	// Buffer is a connector whose backend gives each block out once, as a lookupbuffer.Buffer does.
 	Buffer Profile = "buffer"

@@ -133,6 +133,8 @@ type base struct {
 	dir     string // "" when the config has no placeholder
 	server  *server
 	proxies relays
+	unique  string   // what @UNIQUE@ became
+	control *control // of the servers behind the proxies; nil: there is none
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -172,7 +174,8 @@ func newBase(config json.RawMessage) (base, error) {
 	}
 	name := make([]byte, 8)
 	_, _ = rand.Read(name) // never fails
-	text = strings.ReplaceAll(text, uniquePlaceholder, "kvport"+hex.EncodeToString(name))
+	b.unique = "kvport" + hex.EncodeToString(name)
+	text = strings.ReplaceAll(text, uniquePlaceholder, b.unique)
 	b.config = json.RawMessage(text)
 	return b, nil
 }
@@ -210,7 +213,7 @@ func (b base) Close() error {
 // remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.
 func (b base) remoteServer() *server {
 	if b.server == nil && len(b.proxies) > 0 {
-		return &server{relays: b.proxies}
+		return &server{relays: b.proxies, control: b.control}
 	}
 	return b.server
 }

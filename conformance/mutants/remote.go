@@ -1,6 +1,7 @@
 package mutants
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,6 +22,7 @@ import (
 type RemoteConfig struct {
 	URL          string `json:"url" jsonschema:"description=redis://HOST:PORT"`
 	PasswordFile string `json:"password_file" jsonschema:"description=File with the password."`
+	Prefix       string `json:"prefix,omitempty" jsonschema:"description=How its keys begin; empty: mutant."`
 	OneUse       bool   `json:"one_use,omitempty" jsonschema:"description=Each command has a connection of its own."`
 	Fault        string `json:"fault,omitempty" jsonschema:"description=What is wrong with it; empty: nothing."`
 }
@@ -37,7 +39,7 @@ func openRemote(ctx context.Context, env connector.Env, c RemoteConfig) (connect
 	if err != nil {
 		return nil, fmt.Errorf("password_file: %w: %w", err, connector.ErrIncompatible)
 	}
-	s := &remote{password: string(password), oneUse: c.OneUse, log: env.Log, prefix: "mutant:", options: redis.Options{
+	s := &remote{password: string(password), oneUse: c.OneUse, log: env.Log, prefix: cmp.Or(c.Prefix, "mutant:"), options: redis.Options{
 		Addr: strings.TrimPrefix(c.URL, "redis://"), Password: string(password), Protocol: 2, DisableIdentity: true,
 		ContextTimeoutEnabled: true, MaxRetries: -1, ReadTimeout: time.Second, WriteTimeout: time.Second, DialTimeout: time.Second,
 		DialerRetries: 1,

@@ -168,7 +168,9 @@ func shortened(name string, from, to int) Mutant {
 }
 
 // badStores are the faults that authors of a Store can make.
-func badStores() []Mutant { return slices.Concat(shortKeys(), badReaders(), badWriters(), []Mutant{earlyOffer()}) }
+func badStores() []Mutant {
+	return slices.Concat(shortKeys(), badReaders(), badWriters(), []Mutant{earlyOffer()})
+}
 
 // shortKeys know keys by a part of their bytes.
 func shortKeys() []Mutant {
