@@ -121,28 +121,3 @@ func TestNearPairs(t *testing.T) {
 		require.Equal(t, a[:n], b[:n], pair.share)
 	}
 }
-
-// StoreKeys under a near Shape differ in 8 bytes only, those of different Shapes in other ones, and they depend on all that keys depend on.
-func TestNearShapes(t *testing.T) {
-	world := connector.Shard{World: 1}
-	for n := range connector.NearShapes {
-		shape := connector.NearShape(n)
-		seen := map[connector.StoreKey]bool{}
-		for _, key := range []connector.StoreKey{
-			connector.NewStoreKey(connector.BlockKey{1}, shape, 0, world), connector.NewStoreKey(connector.BlockKey{2}, shape, 0, world),
-			connector.NewStoreKey(connector.BlockKey{1}, shape, 1, world), connector.NewStoreKey(connector.BlockKey{1}, shape, 0, connector.Shard{Rank: 1, World: 2}),
-		} {
-			require.False(t, seen[key])
-			seen[key] = true
-			for i, b := range key {
-				if i/8 != n {
-					require.Zero(t, b)
-				}
-			}
-		}
-		require.Equal(t, shape, connector.NearShape(n))
-		shape[0] ^= 1
-		key, at := connector.NewStoreKey(connector.BlockKey{1}, shape, 0, world), (8*n+8)%len(connector.StoreKey{})
-		require.NotEqual(t, make([]byte, 8), key[at:at+8], "the Shape of an engine")
-	}
-}

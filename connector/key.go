@@ -147,23 +147,6 @@ type Shard struct {
 // storeDomain is the first field of a StoreKey; it names the version of what follows.
 const storeDomain = "kvport/store/1"
 
-// nearShape begins the Shapes of NearShape.
-const nearShape = "kvport: keys differ in 8 bytes "
-
-// NearShapes is how many Shapes NearShape has.
-const NearShapes = len(StoreKey{}) / nearBytes
-
-const nearBytes = 8
-
-// NearShape is a Shape that no engine has, for n from 0 to NearShapes-1: it is a text and no hash. StoreKeys under it differ in the 8 bytes from
-// byte 8*n on only, and the others are zero. With it package conformance finds stores that know keys by a part of their bytes, which the keys
-// of engines would show once in a very long while.
-func NearShape(n int) (shape Fingerprint) {
-	copy(shape[:], nearShape)
-	shape[len(nearShape)] = byte(n)
-	return shape
-}
-
 // NewStoreKey derives the key under which a Store keeps one shard of one block (rule KEY-03). It allocates nothing:
 // a lookup derives one for every block, group and shard of a prompt.
 func NewStoreKey(k BlockKey, shape Fingerprint, group uint16, shard Shard) StoreKey {
@@ -174,13 +157,7 @@ func NewStoreKey(k BlockKey, shape Fingerprint, group uint16, shard Shard) Store
 	for _, n := range [...]int{int(group), shard.Rank, shard.World, shard.First, shard.Count} {
 		b = appendCount(b, n)
 	}
-	key := StoreKey(sha256.Sum256(b))
-	if string(shape[:len(nearShape)]) == nearShape {
-		all, at := key, int(shape[len(nearShape)])%NearShapes*nearBytes
-		clear(key[:])
-		copy(key[at:at+nearBytes], all[at:])
-	}
-	return key
+	return StoreKey(sha256.Sum256(b))
 }
 
 func appendCount(b []byte, n int) []byte { return binary.LittleEndian.AppendUint64(b, uint64(n)) }

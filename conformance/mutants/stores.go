@@ -179,10 +179,6 @@ func shortKeys() []Mutant {
 		shortened("a store that knows keys by their first 7 bytes", 0, 7),
 		shortened("a store that knows keys by their last 3 bytes", 29, 32),
 		shortened("a store that knows keys by their last 7 bytes", 25, 32),
-		shortened("a store that knows keys by their first 16 bytes", 0, 16),
-		shortened("a store that knows keys by their last 16 bytes", 16, 32),
-		shortened("a store that knows keys by their first 24 bytes", 0, 24),
-		shortened("a store that knows keys by the 16 bytes in their middle", 8, 24),
 	}
 }
 

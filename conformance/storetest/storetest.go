@@ -5,8 +5,8 @@
 //		storetest.Run(t, storetest.Harness{Open: func(t storetest.T) connector.Store { ... }})
 //	}
 //
-// A Store sees keys that the sdk derives by SHA-256, so that no engine can choose them, and package conformance only has some that differ in 8
-// bytes (connector.NearShape). Here they are chosen.
+// A Store sees keys that the sdk derives by SHA-256, so that no engine, and no case of package conformance, can
+// choose them: two that share eight bytes come once in a while, in production. Here they are chosen.
 package storetest
 
 import (
