@@ -76,6 +76,9 @@ func otherKey(r *rig) {
 	other.openAll()
 	space.Model = other.env.Model
 	other.seesNothing("an engine with another model", space.Keys(tokens, blockTokens)...)
+	if r.info.Scope != connector.ScopeEngine {
+		r.equal(2, e.match(ours...), "blocks offered to the engine that saved them, later")
+	}
 }
 
 // nearShape is the Shape under which nearPairs are near.

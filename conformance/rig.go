@@ -275,13 +275,16 @@ func (e *engine) peer() *engine {
 }
 
 // beside makes another engine, whose sides are not open yet. Where Scope is engine, nobody else sees what e keeps, and one process may hold
-// it alone: e ends then.
+// it alone: e ends then, and the other one is e after a restart with another model, shape or number of ranks, which finds what e has kept.
 func (e *engine) beside(s setup) *engine {
 	e.Helper()
-	if e.info.Scope == connector.ScopeEngine {
-		e.end()
+	if e.info.Scope != connector.ScopeEngine {
+		return e.closed(s)
 	}
-	return e.closed(s)
+	e.end()
+	other := e.closed(s)
+	other.env.Engine = e.env.Engine
+	return other
 }
 
 func (e *engine) openAll() {

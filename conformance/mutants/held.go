@@ -2,6 +2,7 @@ package mutants
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -20,24 +21,52 @@ type HeldConfig struct {
 
 // Held is a correct connector with Scope engine, whose folder only one engine can open at a time, as a database that one process holds. What
 // it keeps outlives its process all the same.
-func Held() connector.Plugin { return held(connector.ScopeEngine) }
+func Held() connector.Plugin { return held(connector.ScopeEngine, oneFolder) }
 
 func heldMutants() []Mutant {
-	return []Mutant{{
-		Name: "says that engines share what one of them holds", Case: "engines-at-once", Config: `{"dir": "@TMP@/kv"}`,
-		Plugin: func() connector.Plugin { return held(connector.ScopeNode) },
-	}}
+	return []Mutant{
+		{
+			Name: "says that engines share what one of them holds", Case: "engines-at-once", Config: `{"dir": "@TMP@/kv"}`,
+			Plugin: func() connector.Plugin { return held(connector.ScopeNode, oneFolder) },
+		},
+		{
+			Name: "ignores the Shape in a folder of one engine", Case: "other-shape", Config: `{"dir": "@TMP@/kv"}`,
+			Plugin: func() connector.Plugin { return shapeless(held(connector.ScopeEngine, folderOf)) },
+		},
+	}
 }
 
-func held(scope connector.Scope) connector.Plugin {
+// oneFolder is the same for all engines.
+func oneFolder(dir, _ string) string { return dir }
+
+// folderOf is the folder of one engine.
+func folderOf(dir, engine string) string { return filepath.Join(dir, engine) }
+
+// shapeless leaves the Shape out of what a connector derives its keys from.
+func shapeless(p connector.Plugin) connector.Plugin {
+	scheduler, worker := p.Scheduler, p.Worker
+	p.Scheduler = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
+		env.Shape = connector.Fingerprint{}
+		return scheduler(ctx, env, config)
+	}
+	p.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+		env.Shape = connector.Fingerprint{}
+		return worker(ctx, env, config)
+	}
+	return p
+}
+
+// held keeps its blocks in what folder makes of the configured one.
+func held(scope connector.Scope, folder func(dir, engine string) string) connector.Plugin {
 	h := &holders{of: map[string]*holder{}}
 	d := sdk.Definition{Name: "HeldConnector", Version: "1", Scope: scope, Groups: true}
 	return sdk.FromStore(d, func(_ context.Context, env connector.Env, c HeldConfig) (connector.Store, error) {
-		release, err := h.hold(c.Dir, env.Engine)
+		dir := folder(c.Dir, env.Engine)
+		release, err := h.hold(dir, env.Engine)
 		if err != nil {
 			return nil, err
 		}
-		return &heldFiles{&files{dir: c.Dir}, release}, nil
+		return &heldFiles{&files{dir: dir}, release}, nil
 	})
 }
 
