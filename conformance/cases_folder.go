@@ -171,7 +171,7 @@ func (e *engine) onReadOnly(keys []connector.BlockKey) int {
 	e.Helper()
 	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
 	if err != nil {
-		e.Skipf("the disk cannot become read-only under the connector, which keeps files open for writing, and with Scope engine it need not open on one: %v", err)
+		e.unfit(fmt.Sprintf("the disk cannot become read-only under the connector, which keeps files open for writing, and with Scope engine it need not open on one: %v", err))
 	}
 	e.must(s.Close(), "close")
 	e.openAll()
