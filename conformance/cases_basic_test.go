@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/connector"
 )
 
 // What every case needs is judged first, and what it says stands first, whatever rules are more specific.
@@ -31,9 +34,11 @@ func TestBasicCasesComeFirst(t *testing.T) {
 	}
 	require.Regexp(t, `(?s)^These did not pass:\nfail  WORK-05     visible .*
         look at:  acknowledging a save before others can see it
-Mend that first\. The cases below do the same and more, so that none of them can be judged before visible passes:
+Mend that first\. Most of the cases below do the same and more, so that they cannot be judged before visible passes:
 fail  SCHED-01 .*\nfail  OPEN-01 `, summary())
 
+	results[0].Rule = "OPEN-03" // most cases have one engine
+	require.NotContains(t, summary(), "Mend that first")
 	results[0].Status = Pass
 	require.NotContains(t, summary(), "Mend that first")
 	results[0].Status, results[0].required = Fail, "profile store requires this case"
@@ -54,6 +59,14 @@ func TestBlame(t *testing.T) {
 			r.ready = true
 			r.mustOpen(nil, errors.New("no such folder"), "open")
 		}, "RULE-01"},
+		"an opening beside another engine": {func(r *rig) {
+			besideAnother(r)
+			r.mustOpen(&Instance{}, fmt.Errorf("somebody holds it: %w", connector.ErrIncompatible), "open")
+		}, "OPEN-03"},
+		"an opening that fails beside another engine": {func(r *rig) {
+			besideAnother(r)
+			r.mustOpen(&Instance{}, errors.New("the disk is full"), "open")
+		}, "RULE-01"},
 		"a close without an answer": {func(r *rig) { r.must(r.endless(unanswered), "close") }, "LIFE-04"},
 		"a close that fails":        {func(r *rig) { r.must(r.endless(errors.New("disk")), "close") }, "RULE-01"},
 		"a close after another failure": {func(r *rig) {
@@ -71,4 +84,10 @@ func TestBlame(t *testing.T) {
 			require.Equal(t, c.want, result.Rule, strings.Join(result.Log, "\n"))
 		})
 	}
+}
+
+// besideAnother has another engine of the case with a side open.
+func besideAnother(r *rig) {
+	r.ready, r.info.Scope = true, connector.ScopeNode
+	r.opened[&engine{rig: r, inst: &Instance{}, workers: []connector.Worker{struct{ connector.Worker }{}}}] = true
 }

@@ -110,7 +110,7 @@ func WriteSummary(w io.Writer, results []Result) error {
 	for n, r := range wrong {
 		writeWrong(&b, r)
 		if n == 0 && isBasic(r) && len(wrong) > 1 {
-			fmt.Fprintf(&b, "Mend that first. The cases below do the same and more, so that none of them can be judged before %s passes:\n", r.ID)
+			fmt.Fprintf(&b, "Mend that first. Most of the cases below do the same and more, so that they cannot be judged before %s passes:\n", r.ID)
 		}
 	}
 	writeExcused(&b, results)

@@ -110,7 +110,8 @@ func (r *rig) mustOpen(i *Instance, err error, format string, args ...any) {
 	if err != nil && !r.ready {
 		r.blame("OPEN-01")
 	}
-	if other := r.openBeside(i); err != nil && other != nil && r.info.Scope != connector.ScopeEngine {
+	refused := errors.Is(err, connector.ErrIncompatible) || errors.Is(err, connector.ErrBusy) // and no other failure, as of a server or a disk
+	if other := r.openBeside(i); refused && other != nil && r.info.Scope != connector.ScopeEngine {
 		r.blame("OPEN-03")
 		err = fmt.Errorf("%w; engine %s of the case has its sides open, in process %d", err, other.env.Engine, cmp.Or(other.inst.PID, os.Getpid()))
 	}
