@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
 )
 
 // inOneFile keeps all blocks in one file, which stays open, as a database does. It does not look whether the file still has its name.
@@ -22,6 +24,40 @@ func inOneFile(b *badFiles) error {
 	l := &blockLog{file: file, at: map[connector.StoreKey]extent{}}
 	b.lookup, b.get, b.put, b.close = l.lookup, l.get, l.put, file.Close
 	return nil
+}
+
+// Paired is a correct connector whose two files need each other, as those of an LSM database do: it keeps its blocks in one, and the other
+// counts them. If one is missing when it opens, it is empty.
+func Paired() connector.Plugin {
+	d := sdk.Definition{Name: "PairedConnector", Version: "1", Scope: connector.ScopeEngine, Groups: true}
+	return sdk.FromStore(d, func(_ context.Context, _ connector.Env, c HeldConfig) (connector.Store, error) {
+		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+			return nil, err
+		}
+		const flags = os.O_RDWR | os.O_CREATE | os.O_APPEND
+		paths := []string{filepath.Join(c.Dir, "blocks"), filepath.Join(c.Dir, "count")}
+		for _, path := range paths {
+			if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+				_, _ = os.Remove(paths[0]), os.Remove(paths[1])
+			}
+		}
+		file, err := os.OpenFile(paths[0], flags, 0o600)
+		if err != nil {
+			return nil, err
+		}
+		count, err := os.OpenFile(paths[1], flags, 0o600)
+		if err != nil {
+			return nil, errors.Join(err, file.Close())
+		}
+		l := &blockLog{file: file, at: map[connector.StoreKey]extent{}}
+		b := &badFiles{lookup: l.lookup, get: l.get}
+		b.put = func(it connector.Item) error {
+			_, err := count.WriteString("+")
+			return errors.Join(err, l.put(it))
+		}
+		b.close = func() error { return errors.Join(file.Close(), count.Close()) }
+		return b, nil
+	})
 }
 
 // blockLog is a file of blocks, each behind its length, which is 4 bytes. Others may append to it.

@@ -25,3 +25,9 @@ func TestRemovedFilesAreNoExcuse(t *testing.T) {
 	}
 	require.Fail(t, "no such mutant")
 }
+
+// A connector whose files need each other may be empty after they were removed.
+func TestRemovedFilesOfADatabase(t *testing.T) {
+	r := conformance.Check(t.Context(), conformance.InProcess(mutants.Paired(), filesConfig()), conformance.Options{Only: []string{"removed-open"}})[0]
+	require.Equal(t, conformance.Pass, r.Status, "%v", r.Log)
+}
