@@ -308,7 +308,7 @@ func remoteLength(r *rig, s *server) {
 	damagedValues(r, s, func(n int, value []byte) []byte {
 		switch n % 3 {
 		case 0:
-			return value[:r.rand.IntN(len(value))]
+			return value[:r.rand.IntN(max(1, len(value)))]
 		case 1:
 			return append(value, value...)
 		}
@@ -473,6 +473,10 @@ func (e *engine) busy(s *server) (end func()) {
 func remoteOthers(r *rig, s *server) {
 	in := r.stock(s)
 	foreign := map[string]string{"session:1": "theirs", "kv": "", "block": strings.Repeat("x", 1000)}
+	if s.Server == nil { // where others may have values of these names
+		mark := "kvport-others-" + randomHex(8)
+		foreign = map[string]string{mark + "-1": "theirs", mark + "-2": strings.Repeat("x", 1000)}
+	}
 	for name, value := range foreign {
 		r.done(in.put(r.Context(), name, []byte(value)), "somebody's value")
 		r.afterwards(func(ctx context.Context) error { return in.remove(ctx, name) })

@@ -305,7 +305,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	defer rec.load.end()
 	h, err := s.fresh()
 	if err != nil {
-		rec.Errorf("start: %v", err)
+		rec.trouble("start", err)
 		return rec.result(c)
 	}
 	hung := !within(ctx, func() { runCase(c, rec, seeded{h, s}) })
@@ -323,7 +323,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	select {
 	case err := <-closed:
 		if err != nil {
-			rec.Errorf("close: %v", err)
+			rec.trouble("close", err)
 		}
 	case <-time.After(2 * grace):
 		rec.Errorf("the connector does not close")
@@ -406,6 +406,15 @@ func (r *recorder) Errorf(format string, args ...any) {
 		status = Inconclusive
 	}
 	r.note(status, fmt.Sprintf(format, args...))
+}
+
+// trouble says that a harness failed. That its control program did says nothing of the connector.
+func (r *recorder) trouble(where string, err error) {
+	if errors.Is(err, errControl) {
+		r.note(Inconclusive, fmt.Sprintf("%s: %v", where, err))
+		return
+	}
+	r.Errorf("%s: %v", where, err)
 }
 
 // FailNow implements T.

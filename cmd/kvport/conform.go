@@ -209,8 +209,13 @@ func (f *conformFlags) checkControl(config json.RawMessage) error {
 	if f.control == "" {
 		return nil
 	}
-	if servers, err := conformance.Proxied(config); err != nil || len(servers) == 0 {
-		return errors.Join(err, errors.New("--config names no server that it could change, as @PROXY:HOST:PORT@"))
+	switch servers, err := conformance.Proxied(config); {
+	case err != nil:
+		return err
+	case len(servers) == 0:
+		return errors.New("--config names no server that it could change, as @PROXY:HOST:PORT@")
+	case !bytes.Contains(config, []byte("@UNIQUE@")):
+		return errors.New("--config has no @UNIQUE@, by which it could tell the values of a case from those of others")
 	}
 	path, err := filepath.Abs(f.control)
 	if err == nil {

@@ -364,7 +364,8 @@ func TestConformControl(t *testing.T) {
 	defer func() { require.NoError(t, listener.Close()) }()
 	for config, want := range map[string]string{
 		`{"dir":"@TMP@"}`: "--config names no server that it could change",
-		`{"dir":"@TMP@/@PROXY:` + listener.Addr().String() + `@"}`: "no such file or directory",
+		`{"dir":"@TMP@/@PROXY:` + listener.Addr().String() + `@"}`:          "--config has no @UNIQUE@",
+		`{"dir":"@TMP@/@UNIQUE@/@PROXY:` + listener.Addr().String() + `@"}`: "no such file or directory",
 	} {
 		out, errs, code := conform(t, "--config", config, "--server-control", "/no/such/program")
 		require.Equal(t, exitUsage, code, out+errs)
