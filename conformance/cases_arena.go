@@ -116,6 +116,7 @@ func arenaTorn(r *rig) {
 			r.equal(each, e.match(keys...), "blocks offered after they were saved again")
 			e.whole(keys, callers*each)
 		}
+		e.closeAll()
 	}
 }
 

@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"maps"
 	"os"
@@ -16,7 +17,8 @@ import (
 // damageCase is a case in which files of the backend are damaged. It does not apply to connectors
 // that keep their blocks elsewhere.
 func damageCase(id, text string, damage func(r *rig, files []string) error) Case {
-	c := faultCase(id, "FAULT-06", text, func(r *rig) { damaged(r, damage) })
+	replaced := id == "removed" || id == "foreign" // files, under a connector that may have the old ones open
+	c := faultCase(id, "FAULT-06", text, func(r *rig) { damaged(r, replaced, damage) })
 	c.Optional = true
 	return c
 }
@@ -43,6 +45,7 @@ func damageCases() []Case {
 		damageCase("removed", "Files of the backend are removed.", func(_ *rig, files []string) error {
 			return replaceEach(files, func(string) error { return nil })
 		}),
+		removedOpenCase(),
 		damageCase("swapped", "Files of the backend have each other's content.", swap),
 		damageCase("foreign", "Links and pipes lie where files of the backend were.", func(r *rig, files []string) error {
 			n := 0
@@ -105,7 +108,7 @@ func swap(_ *rig, files []string) error {
 	return nil
 }
 
-// state is the backend's files and when they changed.
+// state is the backend's files, how long they are and when they changed.
 func state(folder string) (map[string]string, error) {
 	files := map[string]string{}
 	err := filepath.WalkDir(folder, func(path string, d fs.DirEntry, err error) error {
@@ -114,7 +117,7 @@ func state(folder string) (map[string]string, error) {
 		}
 		info, err := d.Info()
 		if err == nil {
-			files[path] = info.ModTime().String()
+			files[path] = fmt.Sprint(info.Size(), " bytes, ", info.ModTime())
 		}
 		return err
 	})
@@ -130,7 +133,7 @@ func changed(before, after map[string]string) []string {
 
 // damaged saves some blocks that stay as they are and some that are damaged, once while the engine
 // runs and once before its next life.
-func damaged(r *rig, damage func(*rig, []string) error) {
+func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
 	folder := r.folder()
 	e := r.engine(setup{})
 	kept := e.keys(4)
@@ -147,8 +150,14 @@ func damaged(r *rig, damage func(*rig, []string) error) {
 		after, err := state(folder)
 		r.must(err, "files of the backend")
 		files := changed(before, after)
+		if len(files) == 0 && life == 0 {
+			r.Skipf(noFiles)
+		}
+		if len(files) == 0 && !replaced {
+			r.Skipf("the second save has changed no file of the folder")
+		}
 		if len(files) == 0 {
-			r.Skipf("the connector keeps no block in a file of its folder")
+			return // it writes into files that are not there any more, which is for removed-open to judge
 		}
 		apart := len(after) == len(before)+len(files)
 		if life == 1 && r.info.Scope != connector.ScopeEngine {
@@ -172,6 +181,51 @@ func damaged(r *rig, damage func(*rig, []string) error) {
 		e.mended(hit)
 		e.works("after the damage was mended")
 	}
+}
+
+// noFiles says why files cannot be damaged.
+const noFiles = "the connector keeps no block in a file of its folder"
+
+func removedOpenCase() Case {
+	c := faultCase("removed-open", "FAULT-11", "Files of the backend are removed while sides are open: what is saved afterwards is there when they open again.", removedOpen)
+	c.Optional = true
+	return c
+}
+
+// removedOpen asks nothing of a connector whose blocks are gone anyway in the engine's next life. One that keeps its blocks in several files
+// may need them all: in the next life it may be empty.
+func removedOpen(r *rig) {
+	folder := r.folder()
+	e := r.engine(setup{})
+	before, err := state(folder)
+	r.must(err, "files of the backend")
+	keys := e.keys(4)
+	e.save(blocks(0, keys...)...)
+	e.closeAll() // what it has not written yet
+	after, err := state(folder)
+	r.must(err, "files of the backend")
+	files := changed(before, after)
+	if len(files) == 0 {
+		r.Skipf(noFiles)
+	}
+	r.must(e.inst.Close(), "end")
+	e = e.life()
+	if n := e.match(keys...); n < len(keys) {
+		r.Skipf("%d of %d blocks are offered in the engine's next life, so that removed files lose nothing", n, len(keys))
+	}
+	r.must(replaceEach(files, func(string) error { return nil }), "remove files")
+	later := e.keys(4)
+	e.mended(later)
+	e.closeAll()
+	r.must(e.inst.Close(), "end")
+	e = e.life()
+	n := e.match(later...)
+	if n == 0 && len(files) > 1 {
+		e.works("in the next life after files were removed")
+		return
+	}
+	r.equal(len(later), n, "blocks offered in the engine's next life, of those saved after files had been removed")
+	e.whole(later, 8)
 }
 
 // litter puts what is nobody's into a folder.

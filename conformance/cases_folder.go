@@ -145,9 +145,11 @@ func readOnlyDisk(r *rig) {
 		e.closeAll() // it keeps files open for writing: then the disk cannot change under it
 		r.must(e.inst.Close(), "end")
 		r.must(d.remount("ro"), "make the disk read-only")
-		e = e.life()
-		if r.info.Scope == connector.ScopeEngine { // the next life may have them, or not
-			keys = keys[:e.match(keys...)]
+		e = e.reborn()
+		if r.info.Scope == connector.ScopeEngine {
+			keys = keys[:e.onReadOnly(keys)]
+		} else {
+			e.openAll()
 		}
 	}
 	for range 3 {
@@ -161,4 +163,17 @@ func readOnlyDisk(r *rig) {
 			e.whole(fresh, 8)
 		}
 	}
+}
+
+// onReadOnly opens an engine on a read-only disk and gives the number of blocks that are offered. What an engine's own store keeps need not be
+// there in a next life, and so it need not open: then there is nothing that could be read.
+func (e *engine) onReadOnly(keys []connector.BlockKey) int {
+	e.Helper()
+	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
+	if err != nil {
+		e.unfit(fmt.Sprintf("the disk cannot become read-only under the connector, which keeps files open for writing, and with Scope engine it need not open on one: %v", err))
+	}
+	e.must(s.Close(), "close")
+	e.openAll()
+	return e.match(keys...)
 }

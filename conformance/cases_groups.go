@@ -85,6 +85,7 @@ func groupStrides(r *rig) {
 		r.equal(4, e.match(keys...), "blocks offered in layout %s", layout.Name)
 		r.must(e.load(to...), "load in layout %s", layout.Name)
 		e.holds(to...)
+		e.end()
 	}
 }
 

@@ -191,7 +191,7 @@ func killTwo(r *rig) {
 		return // nobody else sees its blocks
 	}
 	for range 4 {
-		peer := e.life()
+		peer := e.peer()
 		keys := e.keys(each)
 		for _, who := range []*engine{e, peer} {
 			who.fill(blocks(0, keys...)...)

@@ -24,6 +24,7 @@ func stridedBytes(r *rig) {
 		to := []connector.Block{{Key: keys[2], ID: 20}, {Key: keys[0], ID: 1}, {Key: keys[3], ID: 23}, {Key: keys[1], ID: 0}}
 		r.must(e.load(to...), "load in layout %s", layout.Name)
 		e.holds(to...)
+		e.end()
 	}
 }
 
@@ -46,6 +47,7 @@ func guardBytes(r *rig) {
 				r.Errorf("layout %s: byte %d of the region lies in no block and was changed", layout.Name, i)
 			}
 		}
+		e.end()
 	}
 }
 

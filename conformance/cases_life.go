@@ -25,6 +25,7 @@ func lifeCases() []Case {
 		lifeCase("bad-env", "LIFE-02", "Opens with an impossible role, rank, world or layout are refused.", badEnv),
 		lifeCase("many-sides", "LIFE-03", "Eight lives of an engine have their sides open at once, and each works.", manySides),
 		lifeCase("close-after-cancel", "LIFE-04", "Sides close within 2 s after their calls were cancelled.", closeAfterCancel),
+		lifeCase("close-after-miss", "LIFE-04", "Sides close within 2 s after their calls found nothing, or a part.", closeAfterMiss),
 		lifeCase("describe-pure", "CONF-02", "50 Describes run at once, beside open sides, and leave nothing behind.", describePure),
 		lifeCase("manifest", "CONF-03", "The manifest names the same connector, powers and fields.", manifest),
 		lifeCase("heartbeat", "LIFE-05", "Heartbeats are answered within 1 s while 64 loads and saves run.", heartbeat),
@@ -180,16 +181,39 @@ func closeAfterCancel(r *rig) {
 			}
 		})
 		cancel()
-		scheduler, worker := e.scheduler, e.workers[0]
-		e.scheduler, e.workers[0] = nil, nil
-		err := e.returns("Close", 0, func(context.Context) error { return errors.Join(worker.Close(), scheduler.Close()) })
-		r.must(err, "close after calls were cancelled")
+		e.closesSoon("after calls were cancelled")
 	}
 	e.openAll()
 	e.works("after the sides opened again")
 	if r.info.Scope != connector.ScopeEngine {
 		r.equal(len(keys), e.match(keys...), "blocks offered after the sides opened again")
 	}
+}
+
+// closesSoon closes the sides of a rank and fails the case if that takes longer than it may.
+func (e *engine) closesSoon(when string) {
+	e.Helper()
+	scheduler, worker := e.scheduler, e.workers[0]
+	e.scheduler, e.workers[0] = nil, nil
+	err := e.returns("Close "+when, 0, func(context.Context) error { return errors.Join(worker.Close(), scheduler.Close()) })
+	e.must(err, "close %s", when)
+}
+
+// closeAfterMiss closes sides after calls that missed: what a call takes first is easily left where it then finds nothing.
+func closeAfterMiss(r *rig) {
+	e := r.engine(setup{})
+	keys := e.keys(2)
+	e.save(blocks(0, keys...)...)
+	for range 3 {
+		absent := e.keys(2)
+		e.match(absent...)
+		_ = e.load(blocks(4, absent...)...)
+		_ = e.load(blocks(8, keys[0], absent[0])...)
+		e.match(keys[0], absent[1])
+		e.closesSoon("after calls that missed")
+		e.openAll()
+	}
+	e.works("after the sides opened again")
 }
 
 func describePure(r *rig) {

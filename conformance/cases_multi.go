@@ -160,7 +160,7 @@ func (f *composite) nested(config json.RawMessage) map[string]json.RawMessage {
 // damaged saves other bytes than belong under the keys.
 func (e *engine) damaged(bs ...connector.Block) {
 	e.Helper()
-	e.wipe(0x5A, bs...)
+	e.spoil(bs...)
 	e.must(e.saveOnly(e.Context(), transfer(bs)), "save")
 }
 

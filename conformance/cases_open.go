@@ -22,6 +22,7 @@ func openCases() []Case {
 		storeCase("unknown-field", "CONF-01", "A config with an unknown field is refused, and the error names it.", unknownField),
 		storeCase("sides", "OPEN-01", "Sides open in any order and alone.", sides),
 		storeCase("close-frees", "OPEN-02", "Opening and closing 40 times does not grow the process.", closeFrees),
+		storeCase("engines-at-once", "OPEN-03", "Three engines have their sides open at once with one config, unless Scope is engine, and each works.", enginesAtOnce),
 	}
 }
 
@@ -153,4 +154,17 @@ func closeFrees(r *rig) {
 		e.pause(askAgain)
 	}
 	r.Errorf("grew %s in %d rounds", grown, late-early)
+}
+
+func enginesAtOnce(r *rig) {
+	engines := []*engine{r.engine(setup{})}
+	for r.info.Scope != connector.ScopeEngine && len(engines) < 3 {
+		engines = append(engines, engines[0].peer())
+	}
+	for _, e := range engines {
+		keys := e.keys(2)
+		e.save(blocks(0, keys...)...)
+		r.equal(2, e.match(keys...), "blocks offered to engine %s, of %d at once", e.env.Engine, len(engines))
+		e.whole(keys, 4)
+	}
 }

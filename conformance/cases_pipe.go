@@ -219,7 +219,7 @@ func handoffLatest(r *rig) {
 	d := p.consumer()
 	keys := p.keys(2)
 	bs := blocks(0, keys...)
-	p.wipe(0x5A, bs...)
+	p.spoil(bs...)
 	r.must(p.saveOnly(r.Context(), transfer(bs)), "save")
 	p.fill(bs...)
 	t := transfer(bs)

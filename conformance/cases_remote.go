@@ -16,8 +16,18 @@ func remoteCase(id, rule, text string, body func(*rig, *server)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{Remote}, Run: rigged(0, false, func(r *rig) { body(r, r.remote()) })}
 }
 
-// redisCase is a remoteCase that changes what lies in the server, or how it runs. Where the config has a relay to another server, which
-// the suite does not know, the case does not apply.
+// changingCase is a remoteCase that changes what lies in the server, or how it runs. Where the config has a relay to another server, a control
+// program must do that; without one the case does not apply.
+func changingCase(id, rule, text string, body func(*rig, *server)) Case {
+	return remoteCase(id, rule, text, func(r *rig, s *server) {
+		if s.Server == nil && s.control == nil {
+			r.unfit("the config names no Redis server of the suite (@SERVER@), and no --server-control changes another")
+		}
+		body(r, s)
+	})
+}
+
+// redisCase is a remoteCase that does what only Redis servers know.
 func redisCase(id, rule, text string, body func(*rig, *server)) Case {
 	return remoteCase(id, rule, text, func(r *rig, s *server) {
 		if s.Server == nil {
@@ -33,18 +43,18 @@ func remoteCases() []Case {
 		remoteCase("remote-cancelled", "REMOTE-01", "Calls are cancelled while the server is stopped.", remoteCancelled),
 		remoteCase("remote-cut-load", "REMOTE-02", "Connections are cut in the middle of loads.", remoteCutLoad),
 		remoteCase("remote-cut-save", "REMOTE-02", "Connections are cut in the middle of saves.", remoteCutSave),
-		redisCase("remote-restart", "REMOTE-03", "The server is killed and comes back empty.", remoteRestart),
+		changingCase("remote-restart", "REMOTE-03", "The server is killed and comes back empty.", remoteRestart),
 		remoteCase("remote-away", "REMOTE-03", "Connections are refused for a while; what was stored is there afterwards.", remoteAway),
-		redisCase("remote-length", "REMOTE-04", "Values are shorter and longer than what was saved.", remoteLength),
-		redisCase("remote-swapped", "REMOTE-04", "Each key has the value of another.", remoteSwapped),
+		changingCase("remote-length", "REMOTE-04", "Values are shorter and longer than what was saved.", remoteLength),
+		changingCase("remote-swapped", "REMOTE-04", "Each key has the value of another.", remoteSwapped),
 		redisCase("remote-type", "REMOTE-04", "The server has lists under the keys, not values.", remoteType),
-		redisCase("remote-evicted", "REMOTE-05", "Some blocks are removed between Match and Load.", remoteEvicted),
-		redisCase("remote-flushed", "REMOTE-05", "All blocks are removed between Match and Load.", remoteFlushed),
-		redisCase("remote-full", "REMOTE-06", "The server has no memory left for a while.", remoteFull),
+		changingCase("remote-evicted", "REMOTE-05", "Some blocks are removed between Match and Load.", remoteEvicted),
+		changingCase("remote-flushed", "REMOTE-05", "All blocks are removed between Match and Load.", remoteFlushed),
+		changingCase("remote-full", "REMOTE-06", "The server has no memory left for a while.", remoteFull),
 		remoteCase("remote-slow", "REMOTE-07", "The server is 200 ms away.", remoteSlow),
 		remoteCase("remote-idle", "REMOTE-11", "Connections that nobody uses are closed, 3 times: the next Match and load miss nothing.", remoteIdle),
-		redisCase("remote-busy", "REMOTE-08", "The server answers everything with BUSY for a while.", remoteBusy),
-		redisCase("remote-others", "REMOTE-09", "Others keep keys in the same server.", remoteOthers),
+		changingCase("remote-busy", "REMOTE-08", "The server answers everything with an error, such as BUSY, for a while.", remoteBusy),
+		changingCase("remote-others", "REMOTE-09", "Others keep keys in the same server.", remoteOthers),
 		remoteCase("remote-outage-log", "LOG-01", "Fifty calls fail while the server is away.", remoteOutageLog),
 		remoteSecretCase(),
 	}
@@ -236,14 +246,14 @@ func remoteRestart(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
 	r.equal(4, e.match(keys...), "blocks offered")
-	s.Kill()
+	s.stop()
 	for range 3 {
 		e.tryMatch(keys)
 		if n := e.strict(keys); n > 0 {
 			r.Errorf("%d blocks were loaded from a dead server", n)
 		}
 	}
-	r.must(s.Restart(), "start the server again")
+	r.restart(s)
 	e.eventually(e.recovery(), func() string {
 		if n := e.tryMatch(keys); n > 0 {
 			return fmt.Sprintf("%d blocks are offered that the server has lost", n)
@@ -298,7 +308,7 @@ func remoteLength(r *rig, s *server) {
 	damagedValues(r, s, func(n int, value []byte) []byte {
 		switch n % 3 {
 		case 0:
-			return value[:r.rand.IntN(len(value))]
+			return value[:r.rand.IntN(max(1, len(value)))]
 		case 1:
 			return append(value, value...)
 		}
@@ -321,7 +331,7 @@ func remoteType(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
 	c := s.Client()
-	for _, k := range r.stringKeys(c) {
+	for _, k := range r.names(redisStock{c}) {
 		r.must(c.Del(r.Context(), k).Err(), "remove a value")
 		r.must(c.LPush(r.Context(), k, "somebody's list").Err(), "put a list in its place")
 	}
@@ -364,7 +374,7 @@ func remoteFlushed(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
 	r.equal(4, e.match(keys...), "blocks offered")
-	r.do(r.Context(), s, "flushall")
+	r.empty(s)
 	lost(e, keys)
 	e.eventually(e.recovery(), func() string {
 		if n := e.tryMatch(keys); n > 0 {
@@ -378,8 +388,7 @@ func remoteFlushed(r *rig, s *server) {
 func remoteFull(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
-	r.do(r.Context(), s, "config", "set", "maxmemory-policy", "noeviction")
-	r.do(r.Context(), s, "config", "set", "maxmemory", "1")
+	r.crowd(s)
 	for range 4 {
 		fresh := e.keys(2)
 		save := transfer(blocks(8, fresh...))
@@ -392,7 +401,7 @@ func remoteFull(r *rig, s *server) {
 		r.equal(4, e.tryMatch(keys), "blocks offered by a full server")
 		r.equal(4, e.strict(keys), "blocks loaded from a full server")
 	}
-	r.do(r.Context(), s, "config", "set", "maxmemory", "0")
+	r.vacate(s)
 	e.mended(e.keys(3))
 }
 
@@ -413,53 +422,73 @@ func remoteSlow(r *rig, s *server) {
 func remoteBusy(r *rig, s *server) {
 	e := r.engine(setup{})
 	keys := e.stored(4)
-	r.do(r.Context(), s, "config", "set", "lua-time-limit", "20")
-	ctx, cancel := context.WithTimeout(r.Context(), r.recovery())
-	defer cancel()
-	script := make(chan error, 1)
-	go func() { script <- s.Do(ctx, "eval", "while true do end", "0") }()
-	e.eventually(soon, func() string {
-		if err := s.Do(r.Context(), "ping"); err == nil || !strings.Contains(err.Error(), "BUSY") {
-			return fmt.Sprintf("the server is not busy: %v", err)
-		}
-		return ""
-	})
+	answerAgain := e.busy(s)
 	for range 3 {
 		e.tryMatch(keys)
 		if n := e.strict(keys); n > 0 {
-			r.Errorf("%d blocks were loaded from a server that answers BUSY", n)
+			r.Errorf("%d blocks were loaded from a server that answers with errors", n)
 		}
 		save := transfer(blocks(8, e.keys(2)...))
 		e.fill(save.Blocks...)
 		if err := e.tryMove(save, true); err == nil {
-			r.Errorf("a save succeeded on a server that answers BUSY")
+			r.Errorf("a save succeeded on a server that answers with errors")
 		} else {
 			e.acceptable("save", err)
 		}
 	}
-	r.do(r.Context(), s, "script", "kill")
-	if err := <-script; err == nil {
-		r.Errorf("a script without an end has ended well")
-	}
+	answerAgain()
 	e.back(keys)
 	e.mended(e.keys(3))
 }
 
+// busy has the server answer everything with an error, until the function is called that it gives.
+func (e *engine) busy(s *server) (end func()) {
+	e.Helper()
+	if s.Server == nil {
+		e.order(s, "refuse")
+		return func() { e.rig.mend(s) }
+	}
+	e.do(e.Context(), s, "config", "set", "lua-time-limit", "20")
+	ctx, cancel := context.WithTimeout(e.Context(), e.recovery())
+	e.afterwards(func(context.Context) error {
+		cancel()
+		return nil
+	})
+	script := make(chan error, 1)
+	go func() { script <- s.Do(ctx, "eval", "while true do end", "0") }()
+	e.eventually(soon, func() string {
+		if err := s.Do(e.Context(), "ping"); err == nil || !strings.Contains(err.Error(), "BUSY") {
+			return fmt.Sprintf("the server is not busy: %v", err)
+		}
+		return ""
+	})
+	return func() {
+		e.do(e.Context(), s, "script", "kill")
+		if err := <-script; err == nil {
+			e.Errorf("a script without an end has ended well")
+		}
+	}
+}
+
 func remoteOthers(r *rig, s *server) {
-	c := s.Client()
-	defer func() { r.must(c.Close(), "close") }()
+	in := r.stock(s)
 	foreign := map[string]string{"session:1": "theirs", "kv": "", "block": strings.Repeat("x", 1000)}
-	for k, v := range foreign {
-		r.must(c.Set(r.Context(), k, v, 0).Err(), "somebody's key")
+	if s.Server == nil { // where others may have values of these names
+		mark := "kvport-others-" + randomHex(8)
+		foreign = map[string]string{mark + "-1": "theirs", mark + "-2": strings.Repeat("x", 1000)}
+	}
+	for name, value := range foreign {
+		r.done(in.put(r.Context(), name, []byte(value)), "somebody's value")
+		r.afterwards(func(ctx context.Context) error { return in.remove(ctx, name) })
 	}
 	e := r.engine(setup{})
 	keys := e.stored(6)
 	e.mended(keys)
 	r.equal(0, e.tryMatch(e.keys(2)), "blocks offered that nobody saved")
 	e.closeAll()
-	for k, v := range foreign {
-		if have, err := c.Get(r.Context(), k).Result(); err != nil || have != v {
-			r.Errorf("key %s of somebody else has changed (error: %v)", k, err)
+	for name, value := range foreign {
+		if have, err := in.get(r.Context(), name); err != nil || string(have) != value {
+			r.Errorf("value %s of somebody else has changed (error: %v)", name, err)
 		}
 	}
 }
@@ -484,11 +513,15 @@ func remoteOutageLog(r *rig, s *server) {
 
 // remoteSecretCase applies to connectors whose config names a file with a password.
 func remoteSecretCase() Case {
-	c := redisCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and neither errors nor logs show the password.", func(r *rig, s *server) {
-		if s.password == "" {
+	c := changingCase("remote-secret", "REMOTE-10", "The password is wrong: opening fails, and neither errors nor logs show the password.", func(r *rig, s *server) {
+		switch {
+		case s.Server == nil:
+			r.order(s, "lock")
+		case s.password == "":
 			r.Skipf("the config names no file with a password (@PASSWORD_FILE@)")
+		default:
+			r.do(r.Context(), s, "config", "set", "requirepass", "another")
 		}
-		r.do(r.Context(), s, "config", "set", "requirepass", "another")
 		e := r.closed(setup{})
 		_, err := e.inst.Scheduler(r.Context(), e.env, e.config)
 		switch {
@@ -496,7 +529,7 @@ func remoteSecretCase() Case {
 			r.Errorf("it opened with a wrong password")
 		case !errors.Is(err, connector.ErrIncompatible):
 			r.Errorf("open with a wrong password: error %q does not wrap ErrIncompatible", err)
-		case strings.Contains(err.Error(), s.password):
+		case s.password != "" && strings.Contains(err.Error(), s.password):
 			r.Errorf("the error of opening shows the password")
 		}
 	})

@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
@@ -14,6 +15,7 @@ func storeCases() []Case {
 		storeCase("two-engines", "STORE-04", "Two engines save the same blocks while both load them.", twoEngines),
 		storeCase("put-twice", "STORE-05", "A second save of a stored block succeeds and changes nothing.", putTwice),
 		storeCase("replace", "STORE-06", "A Save with Replace overwrites what is stored.", replace),
+		storeCase("another-version", "STORE-07", "Blocks are there with another length, or with digests by another key: a save stores them again.", anotherVersion),
 	}
 }
 
@@ -116,7 +118,7 @@ func replace(r *rig) {
 	keys := e.keys(2)
 	from, to := blocks(0, keys...), blocks(4, keys...)
 	// What is stored is damaged: other bytes than those that belong under the keys.
-	e.wipe(0x5A, from...)
+	e.spoil(from...)
 	r.must(e.saveOnly(r.Context(), transfer(from)), "save")
 	e.fill(from...)
 	t := transfer(from)
@@ -136,4 +138,47 @@ func (e *engine) saveReplace(ctx context.Context, t connector.Transfer) error {
 		}
 	}
 	return nil
+}
+
+// anotherVersion saves in three lives of an engine: of a release that gives blocks another length, of one that has lost the key of its digests
+// since, and of today's. Keys are the same in all of them.
+func anotherVersion(r *rig) {
+	longer := interleaved(slots)
+	longer.Segments[0].Bytes += gap / 3
+	first := r.engine(setup{layout: &longer})
+	long := first.keys(3)
+	first.save(blocks(0, long...)...)
+	first.end()
+
+	second := r.closed(setup{})
+	second.env.Engine = first.env.Engine
+	second.openAll()
+	strange := second.keys(3)
+	from := blocks(0, strange...)
+	second.fill(from...)
+	second.rekey(from...)
+	r.must(second.saveOnly(r.Context(), transfer(from)), "save")
+	second.end()
+
+	third := second.life()
+	keys := slices.Concat(long, strange)
+	third.save(blocks(0, keys...)...)
+	r.equal(len(keys), third.match(keys...), "blocks offered that were stored in another version, and saved again")
+	to := blocks(8, keys...)
+	third.wipe(0, to...)
+	r.must(third.load(to...), "load of blocks that were stored in another version, and saved again")
+	third.holds(to...)
+}
+
+// rekey makes the digests of blocks those of another key, as their header says.
+func (e *engine) rekey(bs ...connector.Block) {
+	for _, kv := range e.kv {
+		for _, b := range bs {
+			for _, s := range kv.Segments(b.Group) {
+				if e.isDigest(s) {
+					kv.View(s, b.ID)[8] ^= 0xA5 // the name of the key, in the middle of the header
+				}
+			}
+		}
+	}
 }

@@ -16,11 +16,11 @@ func workCases() []Case {
 		storeCase("partial-load", "WORK-02", "A load of absent blocks names exactly those and fills the others.", partialLoad),
 		storeCase("load-granted", "WORK-03", "A load changes no block but its own.", loadGranted),
 		storeCase("load-ends", "WORK-04", "After a load has returned, even a cancelled one, nothing writes to its blocks.", loadEnds),
-		storeCase("visible", "WORK-05", "What was saved is offered at once, even if it was absent before.", visible),
 		storeCase("save-reads", "WORK-06", "A save changes nothing in the cache.", saveReads),
 		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
 		storeCase("amid-call", "WORK-07", "Calls whose context ends while they run return within 2 s.", amidCall),
 		storeCase("cancelled-save", "WORK-08", "Whatever a cancelled save left behind is whole.", cancelledSave),
+		storeCase("offered-whole", "WORK-08", "While up to 500 blocks are saved, what is offered of them is loaded at once, and right.", offeredWhole),
 		storeCase("concurrent", "WORK-09", "Loads and saves of the same blocks run at the same time.", concurrent),
 		storeCase("error-kind", "ERR-02", "A load of an absent block fails with ErrGone.", errorKind),
 	}
@@ -89,19 +89,6 @@ func loadEnds(r *rig) {
 				}
 			}
 		}
-	}
-}
-
-func visible(r *rig) {
-	a := r.engine(setup{})
-	b := a.peer()
-	for range 5 {
-		keys := a.keys(2)
-		r.equal(0, a.match(keys...), "blocks offered before the save")
-		r.equal(0, b.match(keys...), "blocks offered to another engine before the save")
-		a.save(blocks(0, keys...)...)
-		r.equal(2, a.match(keys...), "blocks offered after the save")
-		r.equal(2, b.match(keys...), "blocks offered to another engine after the save")
 	}
 }
 
@@ -279,4 +266,69 @@ func errorKind(r *rig) {
 	} else if !errors.Is(err, connector.ErrGone) {
 		r.Errorf("error %q does not wrap ErrGone", err)
 	}
+}
+
+// offeredWhole asks for blocks again and again while they are saved, and loads the last of those that are offered. Where a save of some
+// blocks takes long, there are fewer of them: then a round has as many calls all the same.
+func offeredWhole(r *rig) {
+	const many, last, rounds, roundTime = 500, 8, 4, time.Second
+	layout := planes(many + last)
+	e := r.engine(setup{layout: &layout})
+	some := e.keys(last)
+	e.fill(blocks(0, some...)...)
+	began := time.Now()
+	r.must(e.saveOnly(r.Context(), transfer(blocks(0, some...))), "save")
+	n := min(many, max(last, int(last*roundTime/max(1, time.Since(began)))))
+	for range rounds {
+		if wrong := e.offeredMeanwhile(e.keys(n), many, last); wrong != "" {
+			r.Errorf("%s", wrong)
+			return
+		}
+	}
+}
+
+// offeredMeanwhile saves blocks, and says what is wrong with those that are offered meanwhile; "" if nothing is. It loads the last of them
+// into the slots from first on.
+func (e *engine) offeredMeanwhile(keys []connector.BlockKey, first, last int) (wrong string) {
+	e.Helper()
+	worker, save := e.workers[0], transfer(blocks(0, keys...))
+	e.fill(save.Blocks...)
+	var failed error
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		failed = worker.Save(e.Context(), &save, e.kv[0])
+	}()
+	defer func() { <-ended }() // also when a Match ends the case: nothing is closed under it
+	for running := true; running && wrong == ""; {
+		select {
+		case <-ended:
+			running = false
+		default:
+		}
+		wrong = e.brings(keys[:min(e.tryMatch(keys), len(keys))], first, last)
+	}
+	<-ended
+	e.must(failed, "save")
+	return wrong
+}
+
+// brings loads the last of the blocks that are offered into the slots from first on, and says what is wrong with that; "" if nothing is.
+func (e *engine) brings(offered []connector.BlockKey, first, last int) string {
+	e.Helper()
+	to := blocks(first, offered[max(0, len(offered)-last):]...)
+	if len(to) == 0 {
+		return ""
+	}
+	e.wipe(0x55, to...)
+	load := transfer(to)
+	if err := e.moveRank(e.Context(), 0, &load, false); err != nil {
+		return fmt.Sprintf("%d blocks were offered while they were saved, and the last of them could not be loaded: %v", len(offered), err)
+	}
+	for _, b := range to {
+		if d := e.differs(b); d != "" {
+			return fmt.Sprintf("%d blocks were offered while they were saved: %s", len(offered), d)
+		}
+	}
+	return ""
 }

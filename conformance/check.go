@@ -305,7 +305,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	defer rec.load.end()
 	h, err := s.fresh()
 	if err != nil {
-		rec.Errorf("start: %v", err)
+		rec.trouble("start", err)
 		return rec.result(c)
 	}
 	hung := !within(ctx, func() { runCase(c, rec, seeded{h, s}) })
@@ -323,7 +323,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	select {
 	case err := <-closed:
 		if err != nil {
-			rec.Errorf("close: %v", err)
+			rec.trouble("close", err)
 		}
 	case <-time.After(2 * grace):
 		rec.Errorf("the connector does not close")
@@ -376,6 +376,8 @@ type recorder struct {
 	words []string
 	rule  string // that was broken; empty: the case's
 
+	blamed string // the rule of a case that fails, where no history broke one; empty: the case's
+
 	transcript []string
 	allowed    string
 	excused    bool
@@ -404,6 +406,15 @@ func (r *recorder) Errorf(format string, args ...any) {
 		status = Inconclusive
 	}
 	r.note(status, fmt.Sprintf(format, args...))
+}
+
+// trouble says that a harness failed. That its control program did says nothing of the connector.
+func (r *recorder) trouble(where string, err error) {
+	if errors.Is(err, errControl) {
+		r.note(Inconclusive, fmt.Sprintf("%s: %v", where, err))
+		return
+	}
+	r.Errorf("%s: %v", where, err)
 }
 
 // FailNow implements T.
@@ -442,6 +453,16 @@ func (r *recorder) broken(rule, allowed string, transcript, words []string) {
 	}
 }
 
+// blame names the rule that is broken by what is about to be said, where that is another than the case's. Something else that failed
+// before stays what the case is about.
+func (r *recorder) blame(rule string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.sealed && r.status != Fail && r.blamed == "" {
+		r.blamed = rule
+	}
+}
+
 // excuse lets the case be skipped where a profile requires it.
 func (r *recorder) excuse() {
 	r.mu.Lock()
@@ -462,8 +483,12 @@ func (r *recorder) result(c Case) Result {
 	if r.more > 0 {
 		r.log = append(r.log, fmt.Sprintf("and %d messages more", r.more))
 	}
+	blamed := r.blamed
+	if r.status != Fail { // it was interrupted, or late on a busy machine
+		blamed = ""
+	}
 	return Result{
-		ID: c.ID, Rule: cmp.Or(r.rule, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
+		ID: c.ID, Rule: cmp.Or(r.rule, blamed, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
 		LastWords: r.words, Took: time.Since(r.start), excused: r.excused,
 	}
 }

@@ -47,7 +47,7 @@ const (
 	MultiChildren Profile = "multi"
 	// Remote is a Store on a server that other processes reach too, and that fails by itself. Its config
 	// names the server as @SERVER@, a Redis server that the suite runs, or as @PROXY:HOST:PORT@, any other server. Cases that change what
-	// lies in the server are skipped there.
+	// lies in the server are skipped there, unless it is Controlled.
 	Remote Profile = "remote"
 	// Buffer is a connector whose backend gives each block out once, as a lookupbuffer.Buffer does.
 	Buffer Profile = "buffer"
@@ -119,9 +119,9 @@ type T interface {
 	Skipf(format string, args ...any)
 }
 
-// Cases lists every case, in the order in which they run.
+// Cases lists every case, in the order in which they run: first those without which no other can be judged.
 func Cases() []Case {
-	return slices.Concat(openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
+	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

@@ -133,6 +133,8 @@ type base struct {
 	dir     string // "" when the config has no placeholder
 	server  *server
 	proxies relays
+	unique  string   // what @UNIQUE@ became; "": the config has none
+	control *control // of the servers behind the proxies; nil: there is none
 }
 
 func newBase(config json.RawMessage) (base, error) {
@@ -170,11 +172,19 @@ func newBase(config json.RawMessage) (base, error) {
 		b.proxies = append(b.proxies, r)
 		text = strings.ReplaceAll(text, "@PROXY:"+address+"@", r.Address())
 	}
-	name := make([]byte, 8)
-	_, _ = rand.Read(name) // never fails
-	text = strings.ReplaceAll(text, uniquePlaceholder, "kvport"+hex.EncodeToString(name))
+	if strings.Contains(text, uniquePlaceholder) {
+		b.unique = "kvport" + randomHex(8)
+		text = strings.ReplaceAll(text, uniquePlaceholder, b.unique)
+	}
 	b.config = json.RawMessage(text)
 	return b, nil
+}
+
+// randomHex is a new name of n bytes in hex.
+func randomHex(n int) string {
+	name := make([]byte, n)
+	_, _ = rand.Read(name) // never fails
+	return hex.EncodeToString(name)
 }
 
 // inQuotes is a text as it stands between the quotes of a JSON string.
@@ -195,6 +205,9 @@ func (b base) Folder() string { return b.dir }
 // Close implements Harness.
 func (b base) Close() error {
 	var errs []error
+	if b.control != nil {
+		errs = append(errs, b.control.close())
+	}
 	for _, r := range b.proxies {
 		errs = append(errs, r.Close())
 	}
@@ -210,7 +223,7 @@ func (b base) Close() error {
 // remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.
 func (b base) remoteServer() *server {
 	if b.server == nil && len(b.proxies) > 0 {
-		return &server{relays: b.proxies}
+		return &server{relays: b.proxies, control: b.control}
 	}
 	return b.server
 }

@@ -186,6 +186,13 @@ func (r *rig) unfit(why string) {
 	r.Skipf("%s", why)
 }
 
+// blame is recorder.blame.
+func (r *rig) blame(rule string) {
+	if rec, ok := r.T.(*recorder); ok {
+		rec.blame(rule)
+	}
+}
+
 // inconclusive ends the case without a verdict.
 func (r *rig) inconclusive(format string, args ...any) {
 	r.Helper()
@@ -209,7 +216,7 @@ func (r *rig) timed(since time.Time, err error) error {
 	return err
 }
 
-// check fails the case if err is not nil. One that a busy machine explains says nothing of the connector.
+// check fails the case if err is not nil. One that a busy machine explains, or that is the control program's, says nothing of the connector.
 func (r *rig) check(err error, format string, args ...any) {
 	r.Helper()
 	var busy busyError
@@ -217,6 +224,10 @@ func (r *rig) check(err error, format string, args ...any) {
 	case errors.As(err, &busy):
 		if rec, ok := r.T.(*recorder); ok {
 			rec.note(Inconclusive, fmt.Sprintf("%s: %v; the machine was busy", fmt.Sprintf(format, args...), err))
+		}
+	case errors.Is(err, errControl):
+		if rec, ok := r.T.(*recorder); ok {
+			rec.note(Inconclusive, fmt.Sprintf("%s: %v", fmt.Sprintf(format, args...), err))
 		}
 	case err != nil:
 		r.Errorf("%s: %v", fmt.Sprintf(format, args...), err)

@@ -42,7 +42,9 @@ func randomCases() []Case {
 func randomHistories(r *rig) { r.playRandom(r.abilities()) }
 
 func randomKills(r *rig) {
-	r.engine(setup{}).process()
+	e := r.engine(setup{})
+	e.process()
+	e.end()
 	o := r.abilities()
 	if !o.Restart {
 		r.playRandom(o) // its store ends with its process

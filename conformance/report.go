@@ -80,8 +80,17 @@ func broadRules() []string {
 // breadth orders rules from the specific to the broad, because a specific rule names the fault better.
 func breadth(rule string) int { return slices.Index(broadRules(), rule) }
 
-// WriteSummary writes for people what failed or was inconclusive, what failed first, the most specific rule first and in five lines at most
-// for each case; which cases did not run although a profile asks for them; and how many cases had each status.
+// precedence orders what failed: first the case without which no other can be judged.
+func precedence(r Result) int {
+	if isBasic(r) {
+		return -2 // before every breadth
+	}
+	return breadth(r.Rule)
+}
+
+// WriteSummary writes for people what failed or was inconclusive, in five lines at most for each case: what failed first, the most specific
+// rule first, but before all the case without which no other can be judged; which cases did not run although a profile asks for them; and
+// how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
 	var b strings.Builder
 	count := map[Status]int{}
@@ -93,13 +102,16 @@ func WriteSummary(w io.Writer, results []Result) error {
 		}
 	}
 	slices.SortStableFunc(wrong, func(x, y Result) int {
-		return cmp.Or(cmp.Compare(doubt(x), doubt(y)), breadth(x.Rule)-breadth(y.Rule))
+		return cmp.Or(cmp.Compare(doubt(x), doubt(y)), cmp.Compare(precedence(x), precedence(y)))
 	})
 	if len(wrong) > 0 {
 		b.WriteString("These did not pass:\n")
 	}
-	for _, r := range wrong {
+	for n, r := range wrong {
 		writeWrong(&b, r)
+		if n == 0 && isBasic(r) && len(wrong) > 1 {
+			fmt.Fprintf(&b, "Mend that first. Most of the cases below do the same and more, so that they cannot be judged before %s passes:\n", r.ID)
+		}
 	}
 	writeExcused(&b, results)
 	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])

@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -10,6 +11,7 @@ import (
 	"hash/fnv"
 	"log/slog"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -35,6 +37,7 @@ type rig struct {
 	info     connector.Info
 	closers  []func() error
 	opened   map[*engine]bool // its sides are closed with the case
+	ready    bool             // all sides of an engine were open
 	epoch    uint64
 	config   json.RawMessage
 }
@@ -72,7 +75,7 @@ func newRig(t T, h Harness) *rig {
 func (r *rig) describe() connector.Info {
 	r.Helper()
 	info, err := r.start(1, 64).Describe(r.Context(), r.h.Config())
-	r.must(err, "describe")
+	r.mustAs("CONF-02", err, "describe")
 	return info
 }
 
@@ -91,11 +94,54 @@ func (r *rig) must(err error, format string, args ...any) {
 	}
 }
 
+// mustAs is must for a call that breaks another rule than the case's if it fails.
+func (r *rig) mustAs(rule string, err error, format string, args ...any) {
+	r.Helper()
+	if err != nil {
+		r.blame(rule)
+	}
+	r.must(err, format, args...)
+}
+
+// mustOpen is must for the start of an instance or the opening of its sides. Until all sides of an engine were open once, nothing that the
+// case is about has happened; and what fails beside another engine is told with that engine.
+func (r *rig) mustOpen(i *Instance, err error, format string, args ...any) {
+	r.Helper()
+	if err != nil && !r.ready {
+		r.blame("OPEN-01")
+	}
+	refused := errors.Is(err, connector.ErrIncompatible) || errors.Is(err, connector.ErrBusy) // and no other failure, as of a server or a disk
+	if other := r.openBeside(i); refused && other != nil && r.info.Scope != connector.ScopeEngine {
+		r.blame("OPEN-03")
+		err = fmt.Errorf("%w; engine %s of the case has its sides open, in process %d", err, other.env.Engine, cmp.Or(other.inst.PID, os.Getpid()))
+	}
+	r.must(err, format, args...)
+}
+
+// openBeside is the first engine of the case that has a side open in another instance; nil: none has.
+func (r *rig) openBeside(i *Instance) (first *engine) {
+	for e := range r.opened {
+		side := e.scheduler != nil || slices.ContainsFunc(e.workers, func(w connector.Worker) bool { return w != nil })
+		if side && e.inst != i && !e.inst.killed && (first == nil || e.env.Epoch < first.env.Epoch) {
+			first = e
+		}
+	}
+	return first
+}
+
+// endless blames a Close that is not answered, whatever the case is about: it waits for what an earlier call has left.
+func (r *rig) endless(closing error) error {
+	if errors.Is(closing, context.DeadlineExceeded) {
+		r.blame("LIFE-04")
+	}
+	return closing
+}
+
 // start starts another instance of the connector.
 func (r *rig) start(ranks int, size int64) *Instance {
 	r.Helper()
 	i, err := r.h.Start(r.Context(), ranks, size)
-	r.must(err, "start")
+	r.mustOpen(i, err, "start")
 	return r.keep(i)
 }
 
@@ -229,18 +275,32 @@ func (e *engine) peer() *engine {
 	return p
 }
 
+// beside makes another engine, whose sides are not open yet. Where Scope is engine, nobody else sees what e keeps, and one process may hold
+// it alone: e ends then, and the other one is e after a restart with another model, shape or number of ranks, which finds what e has kept.
+func (e *engine) beside(s setup) *engine {
+	e.Helper()
+	if e.info.Scope != connector.ScopeEngine {
+		return e.closed(s)
+	}
+	e.end()
+	other := e.closed(s)
+	other.env.Engine = e.env.Engine
+	return other
+}
+
 func (e *engine) openAll() {
 	e.Helper()
 	e.openScheduler()
 	for rank := range e.workers {
 		e.openWorker(rank)
 	}
+	e.ready = true
 }
 
 func (e *engine) openScheduler() {
 	e.Helper()
 	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
-	e.must(err, "open the scheduler side")
+	e.mustOpen(e.inst, err, "open the scheduler side")
 	e.scheduler = s
 	e.endWithCase()
 }
@@ -250,7 +310,7 @@ func (e *engine) openWorker(rank int) {
 	env := e.env
 	env.Rank = rank
 	w, err := e.inst.Worker(e.Context(), env, e.config)
-	e.must(err, "open the worker side of rank %d", rank)
+	e.mustOpen(e.inst, err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
 	e.endWithCase()
 }
@@ -261,7 +321,7 @@ func (e *engine) closeScheduler() error {
 	if s == nil {
 		return nil
 	}
-	return s.Close()
+	return e.endless(s.Close())
 }
 
 func (e *engine) closeWorker(rank int) error {
@@ -270,7 +330,7 @@ func (e *engine) closeWorker(rank int) error {
 	if w == nil {
 		return nil
 	}
-	return w.Close()
+	return e.endless(w.Close())
 }
 
 func (e *engine) closeAll() {
@@ -346,6 +406,16 @@ func (e *engine) wipe(with byte, bs ...connector.Block) {
 					view[i] = with
 				}
 			}
+		}
+	}
+}
+
+// spoil gives blocks other bytes than theirs, and digests that are in order, so that only Replace has a save write them over others.
+func (e *engine) spoil(bs ...connector.Block) {
+	e.wipe(0x5A, bs...)
+	for _, kv := range e.kv {
+		for _, b := range bs {
+			e.seal(kv, b)
 		}
 	}
 }

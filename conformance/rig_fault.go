@@ -71,14 +71,21 @@ func (e *engine) kill() {
 	}
 }
 
-// life opens the next life of an engine, in an instance of its own, with the same model, layout and
+// life opens the next life of an engine, whose process has ended, in an instance of its own, with the same name, model, layout and
 // ranks.
 func (e *engine) life() *engine {
 	e.Helper()
+	n := e.reborn()
+	n.openAll()
+	return n
+}
+
+// reborn is life whose sides are not open yet.
+func (e *engine) reborn() *engine {
+	e.Helper()
 	layout := e.env.Layout
 	n := e.closed(setup{world: e.env.World, layout: &layout})
-	n.env.Model, n.env.Shape = e.env.Model, e.env.Shape
-	n.openAll()
+	n.env.Engine, n.env.Model, n.env.Shape = e.env.Engine, e.env.Model, e.env.Shape
 	return n
 }
 
@@ -295,11 +302,11 @@ func (e *engine) endWithCase() {
 		var errs []error
 		for _, w := range e.workers {
 			if w != nil {
-				errs = append(errs, w.Close())
+				errs = append(errs, e.endless(w.Close()))
 			}
 		}
 		if e.scheduler != nil {
-			errs = append(errs, e.scheduler.Close())
+			errs = append(errs, e.endless(e.scheduler.Close()))
 		}
 		return errors.Join(errs...)
 	})

@@ -9,15 +9,14 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/redis/go-redis/v9"
-
 	"github.com/kvport/kvport/conformance/redistest"
 	"github.com/kvport/kvport/conformance/relay"
 )
 
 // server is the server that the connector under test stores its blocks in, behind a relay.
 type server struct {
-	*redistest.Server // nil: it is somebody else's, and only the way to it can be hurt
+	*redistest.Server          // nil: it is somebody else's
+	control           *control // changes somebody else's; nil: only the way to it can be hurt
 	relays            relays
 	dir               string
 	password          string // "": it requires none
@@ -177,38 +176,81 @@ func (r *rig) server() *server {
 // it.
 func (r *rig) values(s *server, change func(n int, value []byte) []byte) int {
 	r.Helper()
-	c := s.Client()
-	defer func() { r.must(c.Close(), "close") }()
-	keys := r.stringKeys(c)
-	for n, k := range keys {
-		value, err := c.Get(r.Context(), k).Bytes()
-		r.must(err, "read a value")
+	in := r.stock(s)
+	names := r.names(in)
+	for n, name := range names {
+		value, err := in.get(r.Context(), name)
+		r.done(err, "read a value")
 		if value = change(n, value); value == nil {
-			r.must(c.Del(r.Context(), k).Err(), "remove a value")
+			r.done(in.remove(r.Context(), name), "remove a value")
 			continue
 		}
-		r.must(c.Set(r.Context(), k, value, 0).Err(), "write a value")
+		r.done(in.put(r.Context(), name, value), "write a value")
 	}
-	return len(keys)
+	return len(names)
 }
 
-// stringKeys are the keys of all plain values. A connector that keeps its blocks in none cannot be hurt
+// names are those of all plain values. A connector that keeps its blocks in none cannot be hurt
 // this way.
-func (r *rig) stringKeys(c *redis.Client) (keys []string) {
+func (r *rig) names(in stock) []string {
 	r.Helper()
-	all, err := c.Keys(r.Context(), "*").Result()
-	r.must(err, "list keys")
-	for _, k := range all {
-		kind, err := c.Type(r.Context(), k).Result()
-		r.must(err, "type of a key")
-		if kind == "string" {
-			keys = append(keys, k)
-		}
-	}
-	if len(keys) == 0 {
+	names, err := in.names(r.Context())
+	r.done(err, "list values")
+	if len(names) == 0 {
 		r.Skipf("the server holds no plain values after a save")
 	}
-	return keys
+	return names
+}
+
+// stop ends the server of a case, or the way to somebody else's.
+func (s *server) stop() {
+	if s.Server == nil {
+		s.relays.Refuse(true)
+		return
+	}
+	s.Kill()
+}
+
+// restart starts the server again, empty.
+func (r *rig) restart(s *server) {
+	r.Helper()
+	if s.Server != nil {
+		r.must(s.Restart(), "start the server again")
+		return
+	}
+	_, err := s.control.run(r.Context(), nil, "restart")
+	r.done(err, "restart")
+	s.relays.Refuse(false)
+}
+
+// empty removes all that lies in the server.
+func (r *rig) empty(s *server) {
+	r.Helper()
+	if s.Server == nil {
+		r.values(s, func(int, []byte) []byte { return nil })
+		return
+	}
+	r.do(r.Context(), s, "flushall")
+}
+
+// crowd takes all room from the server, until vacate.
+func (r *rig) crowd(s *server) {
+	r.Helper()
+	if s.Server == nil {
+		r.order(s, "full")
+		return
+	}
+	r.do(r.Context(), s, "config", "set", "maxmemory-policy", "noeviction")
+	r.do(r.Context(), s, "config", "set", "maxmemory", "1")
+}
+
+func (r *rig) vacate(s *server) {
+	r.Helper()
+	if s.Server == nil {
+		r.mend(s)
+		return
+	}
+	r.do(r.Context(), s, "config", "set", "maxmemory", "0")
 }
 
 // do runs one command on the server, past the relay.

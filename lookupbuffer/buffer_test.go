@@ -1,6 +1,7 @@
 package lookupbuffer_test
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"maps"
@@ -227,4 +228,36 @@ func TestDatabaseDeletesOnce(t *testing.T) {
 	require.Empty(t, d.values)
 	require.NoError(t, b.Close())
 	require.NoError(t, b.Close())
+}
+
+// Rule STORE-07: what a database keeps is written again if it has another length, or digests by another key, and only then.
+func TestDatabaseVersions(t *testing.T) {
+	digests := append([]byte{2, 0, 0, 0, 0, 0, 0, 0}, "the key...and a digest"...)
+	other := bytes.Replace(digests, []byte("the key."), []byte("another."), 1)
+	at := connector.StoreKey{7}
+	for name, c := range map[string]struct {
+		stored string
+		want   bool // it is written again
+	}{
+		"nothing":             {"", true},
+		"the same":            {"block" + string(digests), false},
+		"other bytes":         {"BLOCK" + string(digests), false},
+		"another key":         {"block" + string(other), true},
+		"longer, another key": {"blocks" + string(other), true},
+		"longer":              {"blocks" + string(digests), true},
+		"shorter":             {"b", true},
+	} {
+		d := &kv{values: map[string][]byte{}}
+		if c.stored != "" {
+			d.values[at.String()] = []byte(c.stored)
+		}
+		b := lookupbuffer.NewDatabase(d, lookupbuffer.DatabaseOptions{Keep: true})
+		require.NoError(t, b.Insert(t.Context(), []connector.Item{{Key: at, Spans: [][]byte{[]byte("block"), digests}}}))
+		want := c.stored
+		if c.want {
+			want = "block" + string(digests)
+		}
+		require.Equal(t, want, string(d.values[at.String()]), name)
+		require.NoError(t, b.Close())
+	}
 }

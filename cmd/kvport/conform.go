@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -33,6 +34,7 @@ type conformFlags struct {
 	failFast bool
 	log      string
 	sandbox  bool
+	control  string
 }
 
 func newConform() *cobra.Command {
@@ -64,6 +66,7 @@ func newConform() *cobra.Command {
 	flags.BoolVar(&f.failFast, "fail-fast", false, "end the run at the first case that failed")
 	flags.StringVar(&f.log, "log", "", "write what the plugin logs, and what it writes to standard error, to this file, each line with its case")
 	flags.BoolVar(&f.sandbox, "sandbox", false, "run the plugin in the sandbox that it has at trust level staged")
+	flags.StringVar(&f.control, "server-control", "", "a program that changes what lies in the server of @PROXY:HOST:PORT@, and how it runs, for the cases of profile remote that need it")
 	flags.StringSliceVar(&f.only, "case", nil, "run these cases only; may be repeated")
 	flags.BoolVar(&f.list, "list", false, "list the cases, those of --profile if it is given, and run none")
 	flags.Uint64Var(&f.seed, "seed", 1, "of sizes, orders, bytes and random histories; the same seed makes the same calls")
@@ -166,6 +169,9 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if err != nil {
 		return fmt.Errorf("--config: %w", err)
 	}
+	if err := f.checkControl(config); err != nil {
+		return fmt.Errorf("--server-control: %w", err)
+	}
 	// A bare name means a file here, as in every other path, not one on PATH.
 	if binary, err = filepath.Abs(binary); err != nil {
 		return err
@@ -180,6 +186,9 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	if f.sandbox {
 		plugin = conformance.Sandboxed(plugin, host.Self)
 	}
+	if f.control != "" {
+		plugin = conformance.Controlled(plugin, f.control)
+	}
 	if f.log == "" {
 		return f.check(cmd, manifest.Name, plugin, options)
 	}
@@ -191,6 +200,26 @@ func (f *conformFlags) run(cmd *cobra.Command, binary string) error {
 	err = f.check(cmd, manifest.Name, plugin, options)
 	if closed := log.Close(); closed != nil && err == nil {
 		return fail(fmt.Errorf("--log: %w", closed))
+	}
+	return err
+}
+
+// checkControl refuses a control program that is none, or has no server to change.
+func (f *conformFlags) checkControl(config json.RawMessage) error {
+	if f.control == "" {
+		return nil
+	}
+	switch servers, err := conformance.Proxied(config); {
+	case err != nil:
+		return err
+	case len(servers) == 0:
+		return errors.New("--config names no server that it could change, as @PROXY:HOST:PORT@")
+	case !bytes.Contains(config, []byte("@UNIQUE@")):
+		return errors.New("--config has no @UNIQUE@, by which it could tell the values of a case from those of others")
+	}
+	path, err := filepath.Abs(f.control)
+	if err == nil {
+		_, err = exec.LookPath(path)
 	}
 	return err
 }

@@ -8,6 +8,7 @@ import (
 	"encoding/xml"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -353,4 +354,23 @@ func TestConformEnds(t *testing.T) {
 	require.Contains(t, string(out), "\n1 passed, 1 failed, 0 skipped\n")
 	// The last words of the process stand below the case in which it died.
 	require.Regexp(t, `(?s)2/3 .*fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
+}
+
+// A control program that is none, or that has no server, is no fault of the plugin.
+func TestConformControl(t *testing.T) {
+	t.Parallel()
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, listener.Close()) }()
+	for config, want := range map[string]string{
+		`{"dir":"@TMP@"}`: "--config names no server that it could change",
+		`{"dir":"@TMP@/@PROXY:` + listener.Addr().String() + `@"}`:          "--config has no @UNIQUE@",
+		`{"dir":"@TMP@/@UNIQUE@/@PROXY:` + listener.Addr().String() + `@"}`: "no such file or directory",
+	} {
+		out, errs, code := conform(t, "--config", config, "--server-control", "/no/such/program")
+		require.Equal(t, exitUsage, code, out+errs)
+		require.Empty(t, out)
+		require.Contains(t, errs, "--server-control: ")
+		require.Contains(t, errs, want)
+	}
 }

@@ -22,20 +22,16 @@ import (
 
 // The test binary is a plugin when it is called by a plugin's name.
 func TestMain(m *testing.M) {
-	if p, is := mutants.PDPrograms()[filepath.Base(os.Args[0])]; is {
+	name := filepath.Base(os.Args[0])
+	if p, is := mutants.PDPrograms()[name]; is {
 		sdk.Serve(p)
 	}
-	switch filepath.Base(os.Args[0]) {
-	case "kvport-private":
-		sdk.Serve(mutants.Private())
-	case "kvport-arena":
-		sdk.Serve(mutants.ArenaReference())
-	case "kvport-arena-none":
-		sdk.Serve(mutants.ArenaNone())
-	case "kvport-arena-torn":
-		sdk.Serve(mutants.ArenaTorn())
-	case "kvport-files":
-		sdk.Serve(mutants.Files())
+	if p, is := plain()[name]; is {
+		sdk.Serve(p())
+	}
+	switch name {
+	case "kvport-control":
+		os.Exit(controlServer(os.Args[1:]))
 	case "kvport-files-service":
 		if len(os.Environ()) > 0 && os.Getenv("PLUGIN_CLIENT_CERT") == "" && len(os.Args) == 1 {
 			os.Exit(0) // started by hand
@@ -52,6 +48,14 @@ func TestMain(m *testing.M) {
 		sdk.Serve(changed(func(context.Context) error { select {} }))
 	}
 	os.Exit(m.Run())
+}
+
+// plain are the programs that serve one connector and do nothing else.
+func plain() map[string]func() connector.Plugin {
+	return map[string]func() connector.Plugin{
+		"kvport-private": mutants.Private, "kvport-arena": mutants.ArenaReference, "kvport-arena-none": mutants.ArenaNone,
+		"kvport-arena-torn": mutants.ArenaTorn, "kvport-files": mutants.Files, "kvport-held": mutants.Held,
+	}
 }
 
 // daemon serves from a child process, which does not see our parent die.

@@ -44,7 +44,10 @@ func openFiles(_ context.Context, _ connector.Env, c FilesConfig) (connector.Sto
 // files is a correct Store.
 type files struct{ dir string }
 
-const blockSuffix = ".block"
+const (
+	blockSuffix = ".block"
+	sumBytes    = sha256.Size // of the checksum with which the content of a block begins; its key follows
+)
 
 func (s *files) path(k connector.StoreKey) string {
 	return filepath.Join(s.dir, k.String()+blockSuffix)

@@ -142,6 +142,7 @@ func damageFaults() []fileFault {
 			}
 			return nil
 		}},
+		{"unlinked", "removed-open", "goes on in a file that was removed", false, inOneFile},
 		{"readwrite", "read-only-disk", "reads only what it could write", false, func(b *badFiles) error {
 			b.get = func(it connector.Item) error {
 				f, err := os.OpenFile(b.path(it.Key), os.O_RDWR, 0)

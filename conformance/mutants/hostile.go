@@ -149,6 +149,25 @@ func lifeFaults() []fault {
 				}
 			}
 		}},
+		{"waits when it closes for the transaction that a miss has left open", "close-after-miss", func(_ *backend, w *wrappers) {
+			w.worker = func(k *worker) connector.Worker {
+				var left atomic.Bool
+				return &badWorker{
+					worker: k,
+					load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+						err := k.Load(ctx, t, kv)
+						left.Store(left.Load() || errors.Is(err, connector.ErrGone))
+						return err
+					},
+					close: func() error {
+						if left.Load() {
+							pause(10 * time.Second) // longer than a busy machine stretches the 2 s
+						}
+						return nil
+					},
+				}
+			}
+		}},
 		{"opens a file for every Describe", "describe-pure", func(_ *backend, w *wrappers) { w.describe = leak() }},
 		{"has two names", "manifest", func(_ *backend, w *wrappers) {
 			w.info = func(i *connector.Info) { i.Name = "OtherConnector" }

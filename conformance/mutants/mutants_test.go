@@ -220,3 +220,19 @@ func TestOffloadReference(t *testing.T) {
 	config := json.RawMessage(`{"disk_path":"@TMP@/tier","disk_bytes":65536}`)
 	conformance.Run(t, conformance.InProcess(mutants.Offload(""), config), conformance.Store, conformance.Offload)
 }
+
+// The verdict of a run that ends at the first failure is about the fault: where saves are acknowledged too early most cases fail, and only one
+// says why.
+func TestFirstVerdict(t *testing.T) {
+	for _, m := range mutants.All() {
+		if m.Name != "acknowledges saves it has not done yet" {
+			continue
+		}
+		results := conformance.Check(t.Context(), conformance.InProcess(m.Plugin(), nil), conformance.Options{FailFast: true, Seed: 7})
+		require.Len(t, results, 1)
+		require.Equal(t, "visible", results[0].ID)
+		require.Equal(t, "WORK-05", results[0].Rule)
+		return
+	}
+	require.Fail(t, "no such mutant")
+}

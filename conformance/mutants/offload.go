@@ -283,7 +283,7 @@ func (s *tiered) declines(it connector.Item) string {
 }
 
 func (s *tiered) put(it connector.Item, mine []connector.StoreKey) error {
-	if s.find(it.Key, false) != nil && !it.Replace {
+	if b := s.find(it.Key, false); b != nil && !it.Replace && sameVersion(b.data, it.Spans) {
 		s.use(it.Key)
 		return nil
 	}

@@ -275,10 +275,7 @@ func batchFaults() []Unseen {
 		unseen(large, "ends a save at the first block that is there", "WORK-05", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				for i, it := range items {
-					s.mu.Lock()
-					there := s.blocks[it.Key] != nil
-					s.mu.Unlock()
-					if there && !it.Replace {
+					if !it.Replace && s.same(it) {
 						return s.memory.Put(ctx, items[:i])
 					}
 					if err := s.memory.Put(ctx, items[i:i+1]); err != nil {

@@ -434,7 +434,8 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 		if err != nil {
 			return err
 		}
-		w.backend.put(w.key(b), slices.Concat(spans...), t.Replace, w.life)
+		old, _ := w.backend.get(w.key(b))
+		w.backend.put(w.key(b), slices.Concat(spans...), t.Replace || !sameVersion(old, spans), w.life)
 		w.note(b)
 	}
 	return nil

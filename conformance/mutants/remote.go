@@ -1,6 +1,7 @@
 package mutants
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,6 +22,7 @@ import (
 type RemoteConfig struct {
 	URL          string `json:"url" jsonschema:"description=redis://HOST:PORT"`
 	PasswordFile string `json:"password_file" jsonschema:"description=File with the password."`
+	Prefix       string `json:"prefix,omitempty" jsonschema:"description=How its keys begin; empty: mutant."`
 	OneUse       bool   `json:"one_use,omitempty" jsonschema:"description=Each command has a connection of its own."`
 	Fault        string `json:"fault,omitempty" jsonschema:"description=What is wrong with it; empty: nothing."`
 }
@@ -37,7 +39,7 @@ func openRemote(ctx context.Context, env connector.Env, c RemoteConfig) (connect
 	if err != nil {
 		return nil, fmt.Errorf("password_file: %w: %w", err, connector.ErrIncompatible)
 	}
-	s := &remote{password: string(password), oneUse: c.OneUse, log: env.Log, prefix: "mutant:", options: redis.Options{
+	s := &remote{password: string(password), oneUse: c.OneUse, log: env.Log, prefix: cmp.Or(c.Prefix, "mutant:"), options: redis.Options{
 		Addr: strings.TrimPrefix(c.URL, "redis://"), Password: string(password), Protocol: 2, DisableIdentity: true,
 		ContextTimeoutEnabled: true, MaxRetries: -1, ReadTimeout: time.Second, WriteTimeout: time.Second, DialTimeout: time.Second,
 		DialerRetries: 1,
@@ -194,7 +196,7 @@ func (s *remote) Get(ctx context.Context, items []connector.Item) error {
 func (s *remote) Put(ctx context.Context, items []connector.Item) error {
 	return s.each(items, func(it connector.Item) error {
 		have, err := s.known(ctx, s.key(it.Key))
-		if err == nil && have && !it.Replace {
+		if err == nil && have && !it.Replace && s.same(ctx, it) {
 			return nil
 		}
 		if err == nil {
@@ -205,6 +207,13 @@ func (s *remote) Put(ctx context.Context, items []connector.Item) error {
 		}
 		return nil
 	})
+}
+
+// same reports whether the value of a key is the block as it is.
+func (s *remote) same(ctx context.Context, it connector.Item) bool {
+	value, err := s.read(ctx, s.key(it.Key))
+	head := sumBytes + len(it.Key)
+	return err == nil && len(value) >= head && sameVersion(value[head:], it.Spans)
 }
 
 // Close implements connector.Store.

@@ -54,6 +54,13 @@ func (m *memory) Get(ctx context.Context, items []connector.Item) error {
 	return nil
 }
 
+// same reports whether a block is there as it is.
+func (m *memory) same(it connector.Item) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return sameVersion(m.blocks[it.Key], it.Spans)
+}
+
 // Put implements connector.Store.
 func (m *memory) Put(ctx context.Context, items []connector.Item) error {
 	for _, it := range items {
@@ -62,7 +69,7 @@ func (m *memory) Put(ctx context.Context, items []connector.Item) error {
 		}
 		data := slices.Concat(it.Spans...)
 		m.mu.Lock()
-		if m.blocks[it.Key] == nil || it.Replace {
+		if old := m.blocks[it.Key]; old == nil || it.Replace || !sameVersion(old, it.Spans) {
 			m.blocks[it.Key] = data
 		}
 		m.mu.Unlock()
@@ -161,14 +168,22 @@ func shortened(name string, from, to int) Mutant {
 }
 
 // badStores are the faults that authors of a Store can make.
-func badStores() []Mutant { return append(badReaders(), badWriters()...) }
+func badStores() []Mutant {
+	return slices.Concat(shortKeys(), badReaders(), badWriters(), []Mutant{earlyOffer()})
+}
 
-func badReaders() []Mutant {
+// shortKeys know keys by a part of their bytes.
+func shortKeys() []Mutant {
 	return []Mutant{
 		shortened("a store that knows keys by their first 3 bytes", 0, 3),
 		shortened("a store that knows keys by their first 7 bytes", 0, 7),
 		shortened("a store that knows keys by their last 3 bytes", 29, 32),
 		shortened("a store that knows keys by their last 7 bytes", 25, 32),
+	}
+}
+
+func badReaders() []Mutant {
+	return []Mutant{
 		mutant("a store that counts keys behind a hole", "prefix-hole", func(s *badStore) {
 			s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
 				s.mu.Lock()
@@ -274,4 +289,36 @@ func badWriters() []Mutant {
 			}
 		}),
 	}
+}
+
+// earlyOffer counts a block as present from the beginning of its Put on.
+func earlyOffer() Mutant {
+	return mutant("a store that offers what it is still writing", "offered-whole", func(s *badStore) {
+		var mu sync.Mutex
+		underWay := map[connector.StoreKey]bool{}
+		mark := func(items []connector.Item, is bool) {
+			mu.Lock()
+			defer mu.Unlock()
+			for _, it := range items {
+				underWay[it.Key] = is
+			}
+		}
+		s.put = func(ctx context.Context, items []connector.Item) error {
+			mark(items, true)
+			defer mark(items, false)
+			pause(10 * time.Millisecond) // a disk's time
+			return s.memory.Put(ctx, items)
+		}
+		s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
+			found, err := s.memory.Lookup(context.Background(), runs)
+			mu.Lock()
+			defer mu.Unlock()
+			for i, keys := range runs {
+				for found[i] < len(keys) && underWay[keys[found[i]]] {
+					found[i]++
+				}
+			}
+			return found, err
+		}
+	})
 }

@@ -84,12 +84,15 @@ func TestRightStore(t *testing.T) {
 // Whatever part of a key a store leaves out, a case finds it.
 func TestShortenedKeys(t *testing.T) {
 	names := map[string]func(connector.StoreKey) string{
-		"8 leading bytes":  func(k connector.StoreKey) string { return string(k[:8]) },
-		"8 trailing bytes": func(k connector.StoreKey) string { return string(k[24:]) },
-		"3 leading bytes":  func(k connector.StoreKey) string { return string(k[:3]) },
-		"8 in the middle":  func(k connector.StoreKey) string { return string(k[12:20]) },
-		"no last byte":     func(k connector.StoreKey) string { return string(k[:31]) },
-		"no first byte":    func(k connector.StoreKey) string { return string(k[1:]) },
+		"8 leading bytes":   func(k connector.StoreKey) string { return string(k[:8]) },
+		"8 trailing bytes":  func(k connector.StoreKey) string { return string(k[24:]) },
+		"3 leading bytes":   func(k connector.StoreKey) string { return string(k[:3]) },
+		"16 leading bytes":  func(k connector.StoreKey) string { return string(k[:16]) },
+		"24 leading bytes":  func(k connector.StoreKey) string { return string(k[:24]) },
+		"16 trailing bytes": func(k connector.StoreKey) string { return string(k[16:]) },
+		"8 in the middle":   func(k connector.StoreKey) string { return string(k[12:20]) },
+		"no last byte":      func(k connector.StoreKey) string { return string(k[:31]) },
+		"no first byte":     func(k connector.StoreKey) string { return string(k[1:]) },
 		"no sign bits": func(k connector.StoreKey) string {
 			for i := range k {
 				k[i] &= 0x7F

@@ -59,7 +59,7 @@ type Disk struct {
 	serial  atomic.Uint64
 	expires []atomic.Int64 // of each slot, in Unix ms; nil without TTL
 
-	gate      sync.RWMutex // held for reading by every call, so that Reset meets none
+	gate      sync.RWMutex // held for reading by every call, so that Reset and renew meet none
 	resetting bool
 
 	growing sync.Mutex
@@ -297,9 +297,55 @@ func (d *Disk) readFull(b []byte, at int64) error {
 
 // Put implements connector.Store.
 func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
+	if err := d.renew(); err != nil {
+		d.failed(err)
+		return err
+	}
 	d.gate.RLock()
 	defer d.gate.RUnlock()
 	return storekit.Each(ctx, items, d.put)
+}
+
+// removed reports whether somebody has removed the file: it has no name any more, and nobody finds it again. One that was moved with its
+// folder has one, and may come back.
+func (d *Disk) removed() bool {
+	var st unix.Stat_t
+	return unix.Fstat(int(d.file.Fd()), &st) == nil && st.Nlink == 0
+}
+
+// renew begins another file if the one that is open was removed (rule FAULT-11): what is written there would be lost with the process, and
+// what lies there is.
+func (d *Disk) renew() error {
+	d.gate.RLock()
+	removed := d.removed()
+	d.gate.RUnlock()
+	if !removed {
+		return nil
+	}
+	d.gate.Lock()
+	defer d.gate.Unlock()
+	if !d.removed() {
+		return nil // another call was faster
+	}
+	file, err := claim(d.o.Path, d.super())
+	if err != nil {
+		return fmt.Errorf("folder %s: the tier's file was removed, and no other can be opened: %w", d.o.Path, err)
+	}
+	d.o.Log.Warn("the file of the disk tier was removed: its blocks are lost, and another file begins", "folder", d.o.Path, "blocks", d.index.Len())
+	d.forgetAll()
+	old := d.file
+	d.file, d.readAt, d.writeAt = file, file.ReadAt, file.WriteAt
+	d.granted.Store(0)
+	return errors.Join(old.Close(), d.opened(), d.restart())
+}
+
+// forgetAll empties the index and leaves the file as it is. The gate is locked.
+func (d *Disk) forgetAll() {
+	d.resetting = true
+	for _, k := range d.index.Keys() {
+		d.index.Remove(k)
+	}
+	d.resetting = false
 }
 
 func (d *Disk) put(it connector.Item) error {
@@ -400,11 +446,7 @@ func (d *Disk) failed(err error) {
 func (d *Disk) Reset(context.Context) (emptied bool, err error) {
 	d.gate.Lock()
 	defer d.gate.Unlock()
-	d.resetting = true
-	for _, k := range d.index.Keys() {
-		d.index.Remove(k)
-	}
-	d.resetting = false
+	d.forgetAll()
 	if err := d.file.Truncate(superSize); err != nil {
 		return false, fmt.Errorf("folder %s: %w", d.o.Path, err)
 	}

@@ -151,3 +151,45 @@ func TestFolderIsContended(t *testing.T) {
 		require.NoError(t, <-failed)
 	}
 }
+
+// A tier whose file was removed begins another one with the next save, so that the next tier in the folder finds what was saved since; what lay
+// in the removed file is not offered any more. A folder that was only moved away keeps its file.
+func TestRemovedFile(t *testing.T) {
+	const size = 2000
+	path := filepath.Join(t.TempDir(), "tier")
+	put := func(d *Disk, keys ...uint64) error {
+		var items []connector.Item
+		for _, k := range keys {
+			items = append(items, sized(k, size))
+		}
+		return d.Put(t.Context(), items)
+	}
+	next := func(d *Disk) *Disk {
+		require.NoError(t, d.Close())
+		return shaped(t, path, size, 100_000)
+	}
+	d := shaped(t, path, size, 100_000)
+	require.NoError(t, put(d, 0, 1))
+	require.NoError(t, os.RemoveAll(path))
+	require.Equal(t, 2, stored(t, d, 3, size), "they can be read until the next save")
+	require.NoError(t, put(d, 1, 2))
+	require.Equal(t, 2, stored(t, d, 3, size), "the first is gone")
+	d = next(d)
+	require.Equal(t, 2, stored(t, d, 3, size))
+
+	require.NoError(t, os.Rename(path, path+".away"))
+	require.NoError(t, put(d, 3))
+	require.NoDirExists(t, path)
+	require.NoError(t, os.Rename(path+".away", path))
+	d = next(d)
+	require.Equal(t, 3, stored(t, d, 4, size))
+
+	require.NoError(t, os.RemoveAll(path))
+	require.NoError(t, os.WriteFile(path, nil, 0o600))
+	require.ErrorContains(t, put(d, 4), "the tier's file was removed")
+	require.NoError(t, os.Remove(path))
+	require.NoError(t, put(d, 4))
+	d = next(d)
+	require.Equal(t, 1, stored(t, d, 5, size))
+	require.NoError(t, d.Close())
+}

@@ -1,0 +1,136 @@
+package mutants
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
+)
+
+// HeldConfig is the config of Held.
+type HeldConfig struct {
+	Dir string `json:"dir" jsonschema:"description=Folder of the blocks."`
+}
+
+// Held is a correct connector with Scope engine, whose folder only one engine can open at a time, as a database that one process holds. What
+// it keeps outlives its process all the same.
+func Held() connector.Plugin { return held(connector.ScopeEngine, oneFolder) }
+
+func heldMutants() []Mutant {
+	return []Mutant{
+		{
+			Name: "says that engines share what one of them holds", Case: "engines-at-once", Config: `{"dir": "@TMP@/kv"}`,
+			Plugin: func() connector.Plugin { return held(connector.ScopeNode, oneFolder) },
+		},
+		{
+			Name: "ignores the Shape in a folder of one engine", Case: "other-shape", Config: `{"dir": "@TMP@/kv"}`,
+			Plugin: func() connector.Plugin { return shapeless(held(connector.ScopeEngine, folderOf)) },
+		},
+	}
+}
+
+// oneFolder is the same for all engines.
+func oneFolder(dir, _ string) string { return dir }
+
+// folderOf is the folder of one engine.
+func folderOf(dir, engine string) string { return filepath.Join(dir, engine) }
+
+// shapeless leaves the Shape out of what a connector derives its keys from.
+func shapeless(p connector.Plugin) connector.Plugin {
+	scheduler, worker := p.Scheduler, p.Worker
+	p.Scheduler = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
+		env.Shape = connector.Fingerprint{}
+		return scheduler(ctx, env, config)
+	}
+	p.Worker = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Worker, error) {
+		env.Shape = connector.Fingerprint{}
+		return worker(ctx, env, config)
+	}
+	return p
+}
+
+// held keeps its blocks in what folder makes of the configured one.
+func held(scope connector.Scope, folder func(dir, engine string) string) connector.Plugin {
+	h := &holders{of: map[string]*holder{}}
+	d := sdk.Definition{Name: "HeldConnector", Version: "1", Scope: scope, Groups: true}
+	return sdk.FromStore(d, func(_ context.Context, env connector.Env, c HeldConfig) (connector.Store, error) {
+		dir := folder(c.Dir, env.Engine)
+		release, err := h.hold(dir, env.Engine)
+		if err != nil {
+			return nil, err
+		}
+		return &heldFiles{&files{dir: dir}, release}, nil
+	})
+}
+
+// heldFiles is a Store of which the engine that has it open has the lock.
+type heldFiles struct {
+	*files
+	release func() error
+}
+
+// Close implements connector.Store.
+func (s *heldFiles) Close() error { return s.release() }
+
+// holders are the folders that engines of this process hold.
+type holders struct {
+	mu sync.Mutex
+	of map[string]*holder
+}
+
+// holder is the engine that holds a folder, and how many stores it has open there.
+type holder struct {
+	engine string
+	users  int
+	lock   *os.File
+}
+
+// hold takes the lock of a folder, or shares that of the same engine.
+func (h *holders) hold(dir, engine string) (release func() error, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	one := h.of[dir]
+	if one == nil {
+		lock, err := lockFolder(dir)
+		if err != nil {
+			return nil, err
+		}
+		one = &holder{engine: engine, lock: lock}
+		h.of[dir] = one
+	}
+	if one.engine != engine {
+		return nil, fmt.Errorf("dir: engine %s holds %s: %w", one.engine, dir, connector.ErrIncompatible)
+	}
+	one.users++
+	return func() error {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if one.users--; one.users > 0 {
+			return nil
+		}
+		delete(h.of, dir)
+		return one.lock.Close()
+	}, nil
+}
+
+// lockFolder makes a folder whose lock no other process has.
+func lockFolder(dir string) (*os.File, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("dir %s: %w: %w", dir, err, connector.ErrGone)
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		return nil, errors.Join(fmt.Errorf("dir: another process holds %s: %w", dir, connector.ErrIncompatible), lock.Close())
+	}
+	return lock, nil
+}

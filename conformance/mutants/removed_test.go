@@ -1,0 +1,33 @@
+package mutants_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/mutants"
+)
+
+// A connector that keeps its blocks in a file is never excused from the damage of files, least of all since it goes on in one that was removed.
+func TestRemovedFilesAreNoExcuse(t *testing.T) {
+	for _, m := range mutants.All() {
+		if m.Case != "removed-open" {
+			continue
+		}
+		got := map[string]conformance.Status{}
+		for _, r := range conformance.Check(t.Context(), conformance.InProcess(m.Plugin(), configOf(m)), conformance.Options{Only: []string{"removed", "foreign", "removed-open"}}) {
+			got[r.ID] = r.Status
+			t.Log(r.ID, r.Status, r.Log)
+		}
+		require.Equal(t, map[string]conformance.Status{"removed": conformance.Pass, "foreign": conformance.Pass, "removed-open": conformance.Fail}, got)
+		return
+	}
+	require.Fail(t, "no such mutant")
+}
+
+// A connector whose files need each other may be empty after they were removed.
+func TestRemovedFilesOfADatabase(t *testing.T) {
+	r := conformance.Check(t.Context(), conformance.InProcess(mutants.Paired(), filesConfig()), conformance.Options{Only: []string{"removed-open"}})[0]
+	require.Equal(t, conformance.Pass, r.Status, "%v", r.Log)
+}
