@@ -218,6 +218,12 @@ func TestLayerWise(t *testing.T) {
 		"layer-wise save, bytes confirmed before the last layer's compute ends", "prompt of 128 tokens, computed beside its save")
 }
 
+func TestOverlap(t *testing.T) {
+	emit, rows := collect()
+	require.NoError(t, Overlap(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Threads: 2, Quick: true, Emit: emit}))
+	requireRows(t, *rows, "the load is over", "the first token is there", "first token of 128 loaded tokens, layer by layer beside whole")
+}
+
 // TestDigest: every digest and copy is measured, and lies between what its median is said to be.
 func TestDigest(t *testing.T) {
 	emit, rows := collect()
