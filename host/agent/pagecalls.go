@@ -259,7 +259,7 @@ func (p *pageStore) ask(ctx context.Context, keys []connector.BlockKey) (n int, 
 		case !ok:
 			return 0, true
 		case !m.Later:
-			return m.Tokens / p.Tokens, false
+			return min(m.Tokens/p.Tokens, len(keys)), false // the question has one token more than its pages
 		}
 		select {
 		case <-ctx.Done():

@@ -258,6 +258,8 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 		switch {
 		case s.due("more"):
 			out[i].Tokens = q.Tokens + 1
+		case s.due("all"):
+			out[i].Tokens = q.Tokens
 		case s.due("groups"):
 			out[i].Groups = 1 << 30
 		}
