@@ -40,9 +40,11 @@ func TestMultiReference(t *testing.T) {
 func TestMultiStoreReference(t *testing.T) {
 	config := json.RawMessage(mutants.MultiStoreConfig)
 	for _, h := range []conformance.Maker{conformance.InProcess(mutants.MultiReference(), config), conformance.Wire(mutants.MultiReference(), config)} {
-		results := conformance.Check(t.Context(), h, conformance.Options{Only: []string{"multi-named"}, Seed: 7})
-		require.Len(t, results, 1)
-		require.Equal(t, conformance.Pass, results[0].Status, "%v", results[0].Log)
+		results := conformance.Check(t.Context(), h, conformance.Options{Only: []string{"multi-named", "multi-layers", "multi-layers-give-up"}, Seed: 7})
+		require.Len(t, results, 3)
+		for _, r := range results {
+			require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+		}
 	}
 }
 
