@@ -26,15 +26,15 @@ type benchFlags struct {
 func newBench() *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench engine|transfer|store|layerwise|route|digest",
-		Short: "Measure the engine, block transfer, stores, layer-wise saves or digests beside what limits them, or ways to route beside one another",
+		Use:   "bench engine|transfer|store|layerwise|overlap|route|digest",
+		Short: "Measure the engine, block transfer, stores, layer-wise saves and loads or digests beside what limits them, or ways to route beside one another",
 		Args:  cobra.ExactArgs(1), ValidArgs: benchKinds(),
 		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
-	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine, layerwise and route only")
-	flags.StringVar(&f.connector, "connector", "", "name of the connector that saves layer by layer; layerwise only (default: the one over pipes)")
+	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine, layerwise, overlap and route only")
+	flags.StringVar(&f.connector, "connector", "", "name of the connector that saves or loads layer by layer; layerwise (default: the one over pipes) and overlap (default: the one that holds blocks) only")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU; route: for each engine, half of that)")
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
@@ -50,7 +50,7 @@ func newBench() *cobra.Command {
 
 // benchKinds are what can be measured.
 func benchKinds() []string {
-	return []string{"engine", "transfer", "store", "layerwise", "route", "digest"}
+	return []string{"engine", "transfer", "store", "layerwise", "overlap", "route", "digest"}
 }
 
 func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
@@ -78,6 +78,8 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 	switch what {
 	case "layerwise":
 		return fail(bench.LayerWise(cmd.Context(), options))
+	case "overlap":
+		return fail(bench.Overlap(cmd.Context(), options))
 	case "route":
 		return fail(bench.Route(cmd.Context(), bench.RouteOptions{EngineOptions: options, Self: self}))
 	case "digest":

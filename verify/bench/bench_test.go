@@ -20,8 +20,8 @@ import (
 	"github.com/kvport/kvport/native/ucx"
 )
 
-// pluginFolder holds the plugins of shared storage and offloading, remoteFolder that of remote stores.
-var pluginFolder, remoteFolder string
+// pluginFolder holds the plugins of shared storage and offloading, remoteFolder that of remote stores, holderFolder one that holds blocks.
+var pluginFolder, remoteFolder, holderFolder string
 
 func TestMain(m *testing.M) {
 	host.SandboxMain()
@@ -31,8 +31,8 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	pluginFolder = dir
-	remoteFolder = filepath.Join(dir, "remote")
-	for name, folder := range map[string]string{"sharedstorage": dir, "offload": dir, "p2p": dir, "remote": remoteFolder} {
+	remoteFolder, holderFolder = filepath.Join(dir, "remote"), filepath.Join(dir, "holder")
+	for name, folder := range map[string]string{"sharedstorage": dir, "offload": dir, "p2p": dir, "remote": remoteFolder, "nixl": holderFolder} {
 		build := exec.Command("go", "build", "-o", filepath.Join(folder, "kvport-"+name), "../../plugins/"+name)
 		if out, err := build.CombinedOutput(); err != nil {
 			panic(string(out))
@@ -100,7 +100,7 @@ func TestTransfer(t *testing.T) {
 // useNative has the libraries of make deps found by a program that does not lie in bin.
 func useNative(t *testing.T) {
 	t.Helper()
-	dir, err := filepath.Abs(filepath.Join("..", ".deps", "nixl"))
+	dir, err := filepath.Abs(filepath.Join("..", "..", ".deps", "nixl"))
 	require.NoError(t, err)
 	for _, name := range []string{nixl.EnvDir, ucx.EnvDir} {
 		t.Setenv(name, dir)
@@ -131,7 +131,7 @@ func TestTransports(t *testing.T) {
 func TestStore(t *testing.T) {
 	emit, rows := collect()
 	dir := t.TempDir()
-	options := StoreOptions{Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
+	options := StoreOptions{Self: self(t), PluginPath: []string{pluginFolder}, Dir: dir, Server: filepath.Join("..", "..", ".deps", "valkey", "valkey-server"), Quick: true, Emit: emit}
 	require.NoError(t, Store(t.Context(), options))
 	requireRows(t, *rows, "offloading, memory store 1.41 MiB", "offloading, memory load+digest 8 MiB x 4", "offloading, disk load 8 MiB",
 		"shared storage, tmpfs store+digest 1.41 MiB", "pipe, tcp 8 MiB", "pipe, tcp+digest 1.41 MiB x 16")
@@ -216,6 +216,16 @@ func TestLayerWise(t *testing.T) {
 	require.NoError(t, LayerWise(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Threads: 2, Quick: true, Emit: emit}))
 	requireRows(t, *rows, "layer 0 computed", "layer 0 confirmed", "last layer's compute ends",
 		"layer-wise save, bytes confirmed before the last layer's compute ends", "prompt of 128 tokens, computed beside its save")
+}
+
+func TestOverlap(t *testing.T) {
+	useNative(t)
+	if _, err := nixl.Open(""); err != nil {
+		t.Skip("LOADS BY LAYERS ARE NOT MEASURED: run make deps")
+	}
+	emit, rows := collect()
+	require.NoError(t, Overlap(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{holderFolder}, Threads: 2, Quick: true, Emit: emit}))
+	requireRows(t, *rows, "the load is over", "the first token is there", "first token of 128 loaded tokens, layer by layer beside whole")
 }
 
 // TestDigest: every digest and copy is measured, and lies between what its median is said to be.

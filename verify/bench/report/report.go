@@ -53,13 +53,16 @@ func Files(docs string) (map[string][]byte, error) {
 		}
 		files["benchmarks/"+kind+".svg"] = Plot(rows)
 	}
-	rows, err := readRows(filepath.Join(docs, "benchmarks", "layerwise.jsonl"))
-	if err != nil {
-		return nil, err
+	for kind, draw := range map[string]func([]bench.Row) []byte{"layerwise": Timeline, "overlap": OverlapTimeline} {
+		rows, err := readRows(filepath.Join(docs, "benchmarks", kind+".jsonl"))
+		if err != nil {
+			return nil, err
+		}
+		files["benchmarks/"+kind+".svg"] = draw(rows)
 	}
-	files["benchmarks/layerwise.svg"] = Timeline(rows)
 	for _, kind := range append(Servings(), measuredSteps) {
-		if rows, err = readRows(filepath.Join(docs, "benchmarks", kind+".jsonl")); err != nil {
+		rows, err := readRows(filepath.Join(docs, "benchmarks", kind+".jsonl"))
+		if err != nil {
 			return nil, err
 		}
 		if page, err = replace(page, kind, ServingTable(rows)); err != nil {
