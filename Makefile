@@ -112,16 +112,16 @@ attack: deps build ## attack the binaries as clients, strangers, servers and plu
 bench: deps ## run the Go benchmarks; BENCH=REGEXP picks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
-SERVED    := docs/benchmarks/serve.jsonl
+SERVED    := docs/benchmarks/serve
+TRAFFIC   := --plugin-path bin --threads 2 --workload docs/benchmarks/serve-workload.json --format json
 SIMULATED := docs/benchmarks/simulated
 
-bench-serve: deps build ## compare prefill and decode apart with whole engines: 40 minutes of real traffic, for docs/benchmarks/serve.jsonl, and the simulation
-	bin/kvport bench serve --plugin-path bin --threads 2 --workload docs/benchmarks/serve-workload.json --setups chunked,chunked-128,whole-prefix_aware,pd,pd-turns --rate 0.5 --rounds 10 --format json > $(SERVED).new
+bench-serve: deps build ## compare prefill and decode apart with whole engines: 45 minutes of real traffic, for docs/benchmarks/serve*.jsonl, and the simulation
+	bin/kvport bench serve $(TRAFFIC) --setups chunked,chunked-128,whole-prefix_aware,pd,pd-turns --rate 0.5 --rounds 10 > $(SERVED).jsonl.new
+	bin/kvport bench serve $(TRAFFIC) --setups pd,pd-turns,pd-offload --rate 0.5 --rounds 10 > $(SERVED)-turns.jsonl.new
 	bin/kvport sim serve --format json > $(SIMULATED).jsonl.new
 	bin/kvport sim serve --measured-short-steps --rate 2,6 --format json > $(SIMULATED)-measured-steps.jsonl.new
-	mv $(SERVED).new $(SERVED)
-	mv $(SIMULATED).jsonl.new $(SIMULATED).jsonl
-	mv $(SIMULATED)-measured-steps.jsonl.new $(SIMULATED)-measured-steps.jsonl
+	for name in $(SERVED) $(SERVED)-turns $(SIMULATED) $(SIMULATED)-measured-steps; do mv "$$name.jsonl.new" "$$name.jsonl"; done
 	$(GO) generate ./verify/bench/report
 
 vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on

@@ -26,14 +26,14 @@ type benchFlags struct {
 func newBench() *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench engine|transfer|store|layerwise|overlap|route|digest",
-		Short: "Measure the engine, block transfer, stores, layer-wise saves and loads or digests beside what limits them, or ways to route beside one another",
+		Use:   "bench engine|transfer|store|placed|layerwise|overlap|route|digest",
+		Short: "Measure the engine, block transfer, stores, hits in the memory of a plugin, layer-wise saves and loads or digests beside what limits them, or ways to route beside one another",
 		Args:  cobra.ExactArgs(1), ValidArgs: benchKinds(),
 		RunE: func(cmd *cobra.Command, args []string) error { return f.run(cmd, args[0]) },
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
-	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine, layerwise, overlap and route only")
+	flags.StringVar(&f.model, "model", ".deps/model/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF file or tiny-random; engine, placed, layerwise, overlap and route only")
 	flags.StringVar(&f.connector, "connector", "", "name of the connector that saves or loads layer by layer; layerwise (default: the one over pipes) and overlap (default: the one that holds blocks) only")
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU; route: for each engine, half of that)")
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
@@ -50,10 +50,10 @@ func newBench() *cobra.Command {
 
 // benchKinds are what can be measured.
 func benchKinds() []string {
-	return []string{"engine", "transfer", "store", "layerwise", "overlap", "route", "digest"}
+	return []string{"engine", "transfer", "store", "placed", "layerwise", "overlap", "route", "digest"}
 }
 
-func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
+func (f *benchFlags) run(cmd *cobra.Command, what string) error {
 	emit, isFormat := map[string]bench.Emit{"text": bench.Text(cmd.OutOrStdout()), "json": bench.JSON(cmd.OutOrStdout())}[f.format]
 	switch {
 	case !isFormat:
@@ -68,6 +68,10 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 			return fmt.Errorf("--model: %w", err)
 		}
 	}
+	return f.measure(cmd, what, emit)
+}
+
+func (f *benchFlags) measure(cmd *cobra.Command, what string, emit bench.Emit) (err error) {
 	self, err := os.Executable()
 	if err != nil {
 		return fail(err)
@@ -84,6 +88,10 @@ func (f *benchFlags) run(cmd *cobra.Command, what string) (err error) {
 		return fail(bench.Route(cmd.Context(), bench.RouteOptions{EngineOptions: options, Self: self}))
 	case "digest":
 		return fail(bench.Digest(cmd.Context(), bench.DigestOptions{Quick: f.quick, Emit: emit}))
+	case "placed":
+		return fail(bench.Placed(cmd.Context(), bench.PlacedOptions{
+			Model: f.model, Threads: f.threads, PluginPath: options.PluginPath, Quick: f.quick, Emit: emit,
+		}))
 	case "store":
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{
 			Self: self, PluginPath: options.PluginPath, Dir: f.dir, Server: f.server,

@@ -21,6 +21,7 @@ import (
 // serveBench are the flags of kvport bench serve.
 type serveBench struct {
 	config, trace, plot, format     string
+	outcomes, from                  string
 	model, apiKeyFile, name, prompt string
 	setups, urls, folders           []string
 	seed                            uint64
@@ -67,6 +68,8 @@ func newBenchServe() *cobra.Command {
 	flags.IntVar(&f.blocks, "num-blocks", 1024, "blocks of the KV caches of all engines of a setup together")
 	flags.StringVar(&f.format, "format", "text", "text or json (a line a row)")
 	flags.StringVar(&f.plot, "plot", "", "file for a plot of the ratios, as SVG")
+	flags.StringVar(&f.outcomes, "outcomes", "", "file that gets a line for each run, with what every request took: --from makes the numbers again")
+	flags.StringVar(&f.from, "from", "", "send nothing, and make the numbers of the runs in this file, which --outcomes has written")
 	flags.BoolVar(&f.quick, "quick", false, "a few short requests, to see that it works; the numbers mean nothing")
 	addPluginPath(flags, &f.folders)
 	return cmd
@@ -79,20 +82,61 @@ func setupNames() (names []string) {
 	return names
 }
 
-func (f *serveBench) run(cmd *cobra.Command) error {
+func (f *serveBench) run(cmd *cobra.Command) (err error) {
+	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
+	if f.from != "" {
+		return f.again(c)
+	}
 	o, err := f.options(cmd)
 	if err != nil {
 		return err
 	}
-	c := &comparison{out: cmd.OutOrStdout(), asJSON: f.format == "json", plot: f.plot}
+	kept, err := f.keeping()
+	if err != nil {
+		return fmt.Errorf("--outcomes: %w", err)
+	}
+	defer func() { err = errors.Join(err, kept.Close()) }()
 	return fail(c.at(f.rates, func(l offered, emit bench.Emit) ([]*serve.Result, error) {
 		one := *o
 		one.Emit, one.Before = emit, l.number
+		if f.outcomes != "" {
+			one.Keep = func(p *serve.Played) error {
+				p.Rate = l.rate
+				return p.Write(kept)
+			}
+		}
 		one.Say = func(text string) { fmt.Fprintln(cmd.ErrOrStderr(), l.name+text) }
 		if l.rate > 0 {
 			one.Workload.Rate = l.rate
 		}
 		return f.measure(cmd.Context(), &one)
+	}))
+}
+
+// keeping opens the file of --outcomes.
+func (f *serveBench) keeping() (*os.File, error) {
+	if f.outcomes == "" {
+		return os.OpenFile(os.DevNull, os.O_WRONLY, 0)
+	}
+	return os.Create(filepath.Clean(f.outcomes))
+}
+
+// again makes the numbers of runs that were kept.
+func (f *serveBench) again(c *comparison) error {
+	if err := f.check(); err != nil {
+		return err
+	}
+	file, err := os.Open(filepath.Clean(f.from))
+	if err != nil {
+		return fmt.Errorf("--from: %w", err)
+	}
+	defer func() { _ = file.Close() }() // it was only read
+	list, err := serve.ReadPlayed(file)
+	if err != nil {
+		return fmt.Errorf("--from: %s: %w", f.from, err)
+	}
+	return fail(c.at(serve.Rates(list), func(l offered, emit bench.Emit) ([]*serve.Result, error) {
+		return serve.Again(list, l.rate, f.setups, slos(f.ttft, f.itl), emit)
 	}))
 }
 
@@ -160,7 +204,7 @@ func (f *serveBench) check() error {
 }
 
 func (f *serveBench) checkModel() error {
-	if slices.Contains([]string{"sim", "tiny-random"}, f.model) {
+	if f.from != "" || slices.Contains([]string{"sim", "tiny-random"}, f.model) {
 		return nil
 	}
 	if _, err := os.Stat(f.model); err != nil {

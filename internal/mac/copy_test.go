@@ -363,3 +363,18 @@ func FuzzCopy(f *testing.F) {
 		}
 	})
 }
+
+// TestCopyPast: whatever the length and where it lies, all bytes are copied, and nothing else is written.
+func TestCopyPast(t *testing.T) {
+	random := rand.New(rand.NewPCG(7, 8))
+	for range 500 {
+		size := random.IntN(5000)
+		from, to := newGuarded(random, size), newGuarded(random, size)
+		for i := range from.bytes() {
+			from.bytes()[i] = byte(random.Uint32())
+		}
+		CopyPast(to.bytes(), from.bytes())
+		require.Equal(t, from.bytes(), to.bytes())
+		require.True(t, to.intact())
+	}
+}

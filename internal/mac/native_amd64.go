@@ -96,3 +96,14 @@ func (c core) copyLanesPast(s *state, dst, src []byte) {
 	}
 	fence()
 }
+
+// copyPast copies whole lines, and says how many bytes that were.
+func copyPast(dst, src []byte) int {
+	lines := len(src) / line
+	if lines == 0 || available()[0] == portable || uintptr(unsafe.Pointer(&dst[0]))%pastAlign != 0 {
+		return 0
+	}
+	stream(&src[0], lines, &dst[0])
+	fence()
+	return lines * line
+}

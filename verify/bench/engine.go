@@ -22,7 +22,7 @@ type EngineOptions struct {
 	Model      string   // GGUF file, or tiny-random
 	PluginPath []string // where plugins are looked for
 	Dir        string   // folder for stored blocks; empty: the system's for temporary files
-	Connector  string   // of LayerWise; empty: the one over pipes
+	Connector  string   // of LayerWise; empty: the one over pipes. Of Overlap; empty: the one that holds blocks
 	Threads    int      // 0: one for each CPU
 	Peer       *Peer    // nil: none
 	Quick      bool     // a few rounds: to see that it works, not to measure

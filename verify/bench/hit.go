@@ -66,6 +66,19 @@ type stored struct {
 	sandbox host.SandboxMode
 }
 
+// connectorConfig is what an engine with this connector would be started with.
+func connectorConfig(name, role string, extra json.RawMessage) (*host.Config, error) {
+	arg, err := json.Marshal(struct {
+		Connector string          `json:"kv_connector"`
+		Role      string          `json:"kv_role"`
+		Extra     json.RawMessage `json:"kv_connector_extra_config"`
+	}{name, role, extra})
+	if err != nil {
+		return nil, err
+	}
+	return host.ParseConfig(string(arg))
+}
+
 // newRunner starts an engine.
 func (b *bench) newRunner(ctx context.Context, m model.Model, with stored) (*runner, error) {
 	config := engine.Config{
@@ -80,15 +93,7 @@ func (b *bench) newRunner(ctx context.Context, m model.Model, with stored) (*run
 		if err != nil {
 			return nil, err
 		}
-		arg, err := json.Marshal(struct {
-			Connector string          `json:"kv_connector"`
-			Role      string          `json:"kv_role"`
-			Extra     json.RawMessage `json:"kv_connector_extra_config"`
-		}{store.name, with.role, extra})
-		if err != nil {
-			return nil, err
-		}
-		if config.Connector, err = host.ParseConfig(string(arg)); err != nil {
+		if config.Connector, err = connectorConfig(store.name, with.role, extra); err != nil {
 			return nil, err
 		}
 		set := &config.Connector.Settings

@@ -185,13 +185,26 @@ func (p *overlapPair) run(ctx context.Context, consumer *engine.Engine, seed int
 	if out, err = consumer.Submit(ctx, engine.Request{ID: id, Prompt: prompt, MaxTokens: 1, IgnoreEOS: true, Ticket: end.Ticket}); err != nil {
 		return nil, err
 	}
-	r := &overlapRun{over: p.loaded(ctx, consumer, began)}
+	r := &overlapRun{}
+	watching, stop := context.WithCancel(ctx)
+	over := make(chan time.Duration, 1)
+	go func() { over <- loaded(watching, consumer, began) }()
 	for end = range out {
 		if end.Err != nil {
-			return nil, end.Err
+			break
+		}
+		if r.first == 0 {
+			r.first = time.Since(began)
 		}
 	}
-	r.first = time.Since(began)
+	stop()
+	r.over = <-over
+	switch {
+	case end.Err != nil:
+		return nil, end.Err
+	case r.over == 0: // between two looks: it was as quick as one
+		r.over = r.first
+	}
 	if end.Usage.External != p.prompt {
 		return nil, fmt.Errorf("%d tokens of %d were loaded", end.Usage.External, p.prompt)
 	}
@@ -201,16 +214,16 @@ func (p *overlapPair) run(ctx context.Context, consumer *engine.Engine, seed int
 	return r, nil
 }
 
-// loaded waits until an engine's load has begun and is over, and gives that time.
-func (p *overlapPair) loaded(ctx context.Context, e *engine.Engine, began time.Time) time.Duration {
-	for loading := false; ctx.Err() == nil && time.Since(began) < time.Minute; pauseFor(ctx, 500*time.Microsecond) {
+// loaded waits until an engine's load has begun and is over, and gives that time; 0 if it has not seen it when ctx ends.
+func loaded(ctx context.Context, e *engine.Engine, began time.Time) time.Duration {
+	for loading := false; ctx.Err() == nil; pauseFor(ctx, 500*time.Microsecond) {
 		n := e.Health().Host.Loading
-		if n == 0 && (loading || e.Health().Running > 0) {
-			break
+		if n == 0 && loading {
+			return time.Since(began)
 		}
 		loading = loading || n > 0
 	}
-	return time.Since(began)
+	return 0
 }
 
 // rows are the time line.

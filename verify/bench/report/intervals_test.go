@@ -49,6 +49,16 @@ func TestServingTable(t *testing.T) {
 	}, lines[2:])
 }
 
+// What is compared with another setup than the others has a table of its own, and is in no plot.
+func TestServingTableOfVariants(t *testing.T) {
+	list := append(servedRows(), ratioRows("at 1/s, a<b : chunked, TTFT of later turns p50", 50, 2, 1.5, 2.5)...)
+	list = append(list, bench.Row{Name: "at 2/s, a<b : chunked, TTFT of later turns p50", Value: new(9.0), Unit: "ms"})
+	text := ServingTable(list)
+	require.Contains(t, text, ServingTable(servedRows())+"\n")
+	require.Contains(t, text, "| 1/s | `a<b` | `chunked` | TTFT of later turns p50 | 50: **2** (1.5 to 2.5) |\n| 2/s | `a<b` | `chunked` | TTFT of later turns p50 | overloaded |\n")
+	require.Equal(t, Intervals(servedRows()), Intervals(list))
+}
+
 // A number that is not there is not always one of requests that failed, and a bound that is infinite is not a narrow interval.
 func TestServingTableWithoutNumbers(t *testing.T) {
 	list := ratioRows("a : b, TTFT p50", 3, 1, 0.5, 0)

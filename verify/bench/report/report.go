@@ -18,7 +18,7 @@ import (
 //go:generate go run ./write ../../../docs
 
 // Kinds are the benchmarks of a report: the arguments of kvport bench.
-func Kinds() []string { return []string{"engine", "transfer", "store"} }
+func Kinds() []string { return []string{"engine", "transfer", "store", "placed"} }
 
 // Servings are the outputs of kvport bench serve and kvport sim serve, which have tables and plots of their own.
 func Servings() []string { return []string{"serve", "simulated"} }
@@ -110,14 +110,18 @@ func readReasons(name string) ([]reason, error) {
 }
 
 // Table is a Markdown table of rows; reasons for those out of budget follow it. A row that is out of
-// budget without a reason is an error.
+// budget without a reason is an error. Behind a ratio is its interval.
 func Table(rows []bench.Row, why []reason) (string, error) {
 	var b, notes strings.Builder
 	b.WriteString("| what | value | limit | ratio | budget | within |\n|---|---:|---:|---:|---|---|\n")
 	told := map[string]bool{}
+	bounds := boundsOf(rows)
 	for _, r := range rows {
-		fmt.Fprintf(&b, "| %s | %s %s | %s | %s | %s | %s |\n", r.Name, bench.Number(r.Value), r.Unit,
-			bench.Number(r.Limit), bench.Number(r.Ratio), dash(r.Budget), r.Verdict())
+		if isBound(r.Name) {
+			continue
+		}
+		fmt.Fprintf(&b, "| %s | %s %s | %s | %s%s | %s | %s |\n", r.Name, bench.Number(r.Value), r.Unit,
+			bench.Number(r.Limit), bench.Number(r.Ratio), bounds[r.Name], dash(r.Budget), r.Verdict())
 		if r.OK == nil || *r.OK {
 			continue
 		}
@@ -134,6 +138,26 @@ func Table(rows []bench.Row, why []reason) (string, error) {
 		b.WriteString("\nOut of budget, and why:\n\n" + notes.String())
 	}
 	return b.String(), nil
+}
+
+// The rows that say between what a ratio is said to be have the name of its row and one of these.
+const lowBound, highBound = ", 95 % from", ", 95 % to"
+
+func isBound(name string) bool {
+	return strings.HasSuffix(name, lowBound) || strings.HasSuffix(name, highBound)
+}
+
+// boundsOf are the intervals of ratios, by the names of their rows.
+func boundsOf(rows []bench.Row) map[string]string {
+	out := map[string]string{}
+	for _, r := range rows {
+		if name, is := strings.CutSuffix(r.Name, lowBound); is {
+			out[name] = " (" + bound(r.Value) + " to "
+		} else if name, is := strings.CutSuffix(r.Name, highBound); is {
+			out[name] += bound(r.Value) + ")"
+		}
+	}
+	return out
 }
 
 func dash(s string) string {

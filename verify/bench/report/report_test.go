@@ -21,7 +21,7 @@ const docs = "../../../docs"
 func TestDocs(t *testing.T) {
 	files, err := Files(docs)
 	require.NoError(t, err)
-	require.Len(t, files, 2+len(Kinds())+len(Servings())) // the page, and the time line
+	require.Len(t, files, 3+len(Kinds())+len(Servings())) // the page, and the time lines
 	for name, want := range files {
 		got, err := os.ReadFile(filepath.Join(docs, name))
 		require.NoError(t, err)
@@ -92,6 +92,19 @@ func TestTable(t *testing.T) {
 	require.Equal(t, 1, strings.Count(table, "tired."))
 	_, err = Table(rows(), []reason{{"slow 1", "tired."}})
 	require.ErrorContains(t, err, `"slow 2"`)
+}
+
+// An interval is in the line of its ratio.
+func TestTableIntervals(t *testing.T) {
+	number := func(v float64) *float64 { return &v }
+	table, err := Table([]bench.Row{
+		{Name: "load", Value: number(2), Unit: "us", Limit: number(1), Ratio: number(0.5)},
+		{Name: "load, 95 % from", Value: number(0.4), Unit: "ratio"},
+		{Name: "load, 95 % to", Value: number(0.6), Unit: "ratio"},
+	}, nil)
+	require.NoError(t, err)
+	require.Contains(t, table, "| load | 2 us | 1 | 0.5 (0.4 to 0.6) | - | - |\n")
+	require.Equal(t, 3, strings.Count(table, "\n"))
 }
 
 func TestPlot(t *testing.T) {

@@ -29,19 +29,43 @@ func quantities() []string {
 	return []string{"TTFT p50", "TTFT p99", "TTFT of later turns p50", "ITL p50", "ITL p99", good}
 }
 
-// numbers finds all numbers of setups among the rows of kvport bench serve, in their order.
+// numbers finds all numbers of setups among the rows of kvport bench serve, in their order, but those of variants.
 func numbers(rows []bench.Row) []served {
+	list, _ := separate(rows)
+	return list
+}
+
+// separate finds all numbers, and apart from them those of setups beside the one of which they are a variant. All others are compared with one setup.
+func separate(rows []bench.Row) (list, variants []served) {
+	all := everything(rows)
+	base := ""
+	for _, n := range all {
+		switch {
+		case n.base == "" || n.base == base:
+		case base == "":
+			base = n.base
+		default:
+			variants = append(variants, n)
+			continue
+		}
+		list = append(list, n)
+	}
+	return list, variants
+}
+
+// everything finds all numbers of setups among the rows of kvport bench serve, in their order.
+func everything(rows []bench.Row) []served {
 	named := map[string]bench.Row{}
 	for _, r := range rows {
 		named[r.Name] = r
 	}
 	var list []served
 	for _, r := range rows {
-		if strings.HasSuffix(r.Name, ", 95 % from") || strings.HasSuffix(r.Name, ", 95 % to") {
+		if isBound(r.Name) {
 			continue
 		}
-		low, interval := named[r.Name+", 95 % from"]
-		n := served{row: r, interval: interval, low: low.Value, high: named[r.Name+", 95 % to"].Value}
+		low, interval := named[r.Name+lowBound]
+		n := served{row: r, interval: interval, low: low.Value, high: named[r.Name+highBound].Value}
 		rest, prefix := r.Name, ""
 		if at, is := strings.CutPrefix(rest, "at "); is {
 			n.at, rest, _ = strings.Cut(at, ", ")
@@ -85,7 +109,7 @@ func distinct(list []served, value func(served) string) (out []string) {
 // compared has its ratio and the interval of that. Of a setup that was overloaded it only says this. If requests are good by several SLOs, a second
 // table has the highest load that each setup bears.
 func ServingTable(rows []bench.Row) string {
-	all := numbers(rows)
+	all, variants := separate(rows)
 	list := shown(all, quantities()...)
 	columns := slices.DeleteFunc(quantities(), func(q string) bool { return len(shown(list, q)) == 0 })
 	var b strings.Builder
@@ -106,7 +130,24 @@ func ServingTable(rows []bench.Row) string {
 		}
 		b.WriteString("\n")
 	}
-	return b.String() + bearable(all)
+	return b.String() + variantTable(shown(variants, quantities()...)) + bearable(all)
+}
+
+// variantTable has setups beside the one of which they are variants; empty if there is none.
+func variantTable(list []served) string {
+	if len(list) == 0 {
+		return ""
+	}
+	var b strings.Builder
+	b.WriteString("\n| load | setup | beside | what | value, ratio and interval |\n|---|---|---|---|---:|\n")
+	for _, n := range list {
+		cell := n.cell()
+		if n.row.Ratio == nil {
+			cell = "overloaded"
+		}
+		fmt.Fprintf(&b, "| %s | `%s` | `%s` | %s | %s |\n", dash(n.at), n.setup, n.base, n.quantity, cell)
+	}
+	return b.String()
 }
 
 // cell is a number in a table.

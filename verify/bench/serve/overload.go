@@ -1,13 +1,18 @@
 package serve
 
-import "math"
+import (
+	"math"
+	"slices"
+	"time"
+)
 
 // queue is how many requests of a run were under way when the last one of the warm-up left, and when the last one that counts did. The
 // first one that counts would be the wrong moment: it comes after the time at which the warm-up ends, which lies in a longer gap than
 // others do, so that fewer are under way then.
 type queue struct {
-	first, last, counted int
-	warm                 bool // other requests had left before
+	first, last, counted    int
+	warm                    bool            // other requests had left before
+	beforeFirst, beforeLast []time.Duration // how long before these moments requests left
 }
 
 func queueOf(run []Outcome) queue {
@@ -24,14 +29,37 @@ func queueOf(run []Outcome) queue {
 	}
 	for i := range run {
 		o := &run[i]
-		if first != nil && o.At < first.At && o.End > first.At {
-			q.first++
+		if first != nil && o.At < first.At {
+			q.beforeFirst = append(q.beforeFirst, first.At-o.At)
+			if o.End > first.At {
+				q.first++
+			}
 		}
-		if last != nil && o.At < last.At && o.End > last.At {
-			q.last++
+		if last != nil && o.At < last.At {
+			q.beforeLast = append(q.beforeLast, last.At-o.At)
+			if o.End > last.At {
+				q.last++
+			}
 		}
 	}
 	return q
+}
+
+// expected is by how many requests the queue would grow if each took so long. That is not 0 where a schedule has more requests before one moment
+// than before the other, which says nothing about a setup. What left before the run is not known, so that no time is longer than the warm-up.
+func (q *queue) expected(each time.Duration) int {
+	if len(q.beforeFirst) > 0 {
+		each = min(each, q.beforeFirst[0])
+	}
+	under := func(before []time.Duration) (n int) {
+		for _, d := range before {
+			if d < each {
+				n++
+			}
+		}
+		return n
+	}
+	return under(q.beforeLast) - under(q.beforeFirst)
 }
 
 // A queue that grows by more than this share of what comes, and by more than chance explains, is that of a setup that is overloaded.
@@ -40,8 +68,8 @@ const (
 	overloadedErrors = 2 // standard errors of the seeds' mean
 )
 
-// Growth is by how many requests the queue grew, for each that counts, on average over the runs: near 0 where the setup keeps up. It is NaN if a run has no
-// warm-up: then the queue was empty at first, and grows under any load.
+// Growth is by how many requests the queue grew, for each that counts, on average over the runs, beyond what it would have grown if each request
+// took as long as the median one: near 0 where the setup keeps up. It is NaN if a run has no warm-up: then the queue was empty at first, and grows under any load.
 func (r *Result) Growth() float64 {
 	mean, _ := r.growth()
 	return mean
@@ -57,16 +85,34 @@ func (r *Result) Overloaded() bool {
 // growth is the mean of the runs and its standard error; that of one run is 0.
 func (r *Result) growth() (mean, deviation float64) {
 	n := float64(len(r.queues))
+	typical := r.typical()
 	for _, q := range r.queues {
 		if !q.warm {
 			return math.NaN(), math.NaN()
 		}
-		mean += q.growth() / n
+		mean += q.growth(typical) / n
 	}
 	for _, q := range r.queues {
-		deviation += (q.growth() - mean) * (q.growth() - mean)
+		deviation += (q.growth(typical) - mean) * (q.growth(typical) - mean)
 	}
 	return mean, math.Sqrt(deviation / n / max(1, n-1))
 }
 
-func (q *queue) growth() float64 { return float64(q.last-q.first) / float64(q.counted) }
+// typical is how long the median request took, from when it was to leave.
+func (r *Result) typical() time.Duration {
+	var all []time.Duration
+	for _, run := range r.Runs {
+		for i := range run {
+			all = append(all, run[i].End-run[i].At)
+		}
+	}
+	if len(all) == 0 {
+		return 0
+	}
+	slices.Sort(all)
+	return all[len(all)/2]
+}
+
+func (q *queue) growth(typical time.Duration) float64 {
+	return float64(q.last-q.first-q.expected(typical)) / float64(q.counted)
+}

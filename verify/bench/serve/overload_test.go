@@ -51,7 +51,7 @@ func TestOverloaded(t *testing.T) {
 	require.InDelta(t, 0, busy.Growth(), 0.03)
 	require.False(t, busy.Overloaded())
 
-	little := &Result{queues: []queue{{10, 12, 40, true}, {12, 10, 40, true}, {9, 14, 40, true}, {10, 9, 40, true}}}
+	little := &Result{queues: []queue{{first: 10, last: 12, counted: 40, warm: true}, {first: 12, last: 10, counted: 40, warm: true}, {first: 9, last: 14, counted: 40, warm: true}, {first: 10, last: 9, counted: 40, warm: true}}}
 	require.InDelta(t, 0.025, little.Growth(), 1e-9)
 	require.False(t, little.Overloaded(), "chance explains as much")
 
@@ -85,11 +85,33 @@ func TestGrowthOfShortRuns(t *testing.T) {
 		for _, q := range w.Draw(seed) {
 			run = append(run, Outcome{At: q.At, Aside: q.Aside, End: q.At + time.Duration(rng.ExpFloat64()*float64(2*time.Second))})
 		}
-		r.queues = append(r.queues, queueOf(run))
+		r.Add(run)
 	}
 	mean, deviation := r.growth()
 	require.Less(t, deviation, 0.003)
 	require.InDelta(t, 0, mean, 4*deviation, "about one request of 13 if it began with the first that counts")
+}
+
+// A schedule may have more requests shortly before its end than before the end of its warm-up. A setup that answers each of them in the same time is not
+// overloaded by that.
+func TestGrowthOfASchedule(t *testing.T) {
+	const takes = 2500 * time.Millisecond
+	r := &Result{Setup: "s"}
+	w := DefaultWorkload()
+	w.Requests, w.Rate, w.WarmUp, w.CoolDown = 13, 0.5, 16, 4
+	bursts := 0
+	for seed := range uint64(10) {
+		var run []Outcome
+		for _, q := range w.Draw(seed + 1) {
+			run = append(run, Outcome{At: q.At, Aside: q.Aside, End: q.At + takes})
+		}
+		r.Add(run)
+		q := r.queues[seed]
+		bursts += q.last - q.first
+	}
+	require.Positive(t, bursts)
+	require.Zero(t, r.Growth())
+	require.False(t, r.Overloaded())
 }
 
 // What leaves before and after those that count is sent, and is not in the numbers.

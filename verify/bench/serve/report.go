@@ -13,7 +13,7 @@ import (
 )
 
 // Rows emits the rows of all results, if there is something that takes them. Those of the first have no limit; those of the others have its values as limits, and their ratios are above
-// 1 where the other setup is better.
+// 1 where the other setup is better. What a variant of a setup (pd-turns of pd) is for, the first token of later turns, is also compared with that setup.
 func Rows(results []*Result, emit bench.Emit) error {
 	if emit == nil {
 		return nil
@@ -28,8 +28,49 @@ func Rows(results []*Result, emit bench.Emit) error {
 				return err
 			}
 		}
+		if of := variantOf(results, i); of != nil {
+			for _, row := range r.beside(of, LaterTTFT) {
+				if err := emit(row); err != nil {
+					return err
+				}
+			}
+		}
 	}
 	return nil
+}
+
+// variantOf is the setup of which another one is a variant by its name, if that is not the first, with which all are compared; nil: none.
+func variantOf(results []*Result, i int) *Result {
+	for _, of := range results[min(1, len(results)):] {
+		if strings.HasPrefix(results[i].Setup, of.Setup+"-") {
+			return of
+		}
+	}
+	return nil
+}
+
+// beside compares one metric with that of another setup.
+func (r *Result) beside(base *Result, m Metric) (rows []bench.Row) {
+	for _, q := range Quantiles() {
+		row := bench.Beside(string(m)+" "+percent(q), "ms", r.Quantile(m, q), base.Quantile(m, q), math.NaN())
+		rows = append(rows, r.compared(base, row, func() Interval { return r.Quicker(base, m, q) })...)
+	}
+	return rows
+}
+
+// compared are the rows of a value beside that of another setup, and of the interval of their ratio.
+func (r *Result) compared(base *Result, row bench.Row, interval func() Interval) []bench.Row {
+	row.Name = r.Setup + " : " + base.Setup + ", " + row.Name
+	if r.Overloaded() || base.Overloaded() {
+		return []bench.Row{row}
+	}
+	of := interval()
+	row.Ratio = bench.Beside("", "", math.NaN(), math.NaN(), of.Value).Ratio
+	return []bench.Row{
+		row,
+		bench.Beside(row.Name+", 95 % from", "ratio", of.Low, math.NaN(), math.NaN()),
+		bench.Beside(row.Name+", 95 % to", "ratio", of.High, math.NaN(), math.NaN()),
+	}
 }
 
 // within names an SLO, if there are several.
@@ -49,16 +90,7 @@ func (r *Result) rows(base *Result) (rows []bench.Row) {
 			rows = append(rows, bench.Beside(r.Setup+": "+name, unit, value, math.NaN(), math.NaN()))
 			return
 		}
-		name = r.Setup + " : " + base.Setup + ", " + name
-		if r.Overloaded() || base.Overloaded() {
-			rows = append(rows, bench.Beside(name, unit, value, limit(base), math.NaN()))
-			return
-		}
-		of := interval()
-		rows = append(rows,
-			bench.Beside(name, unit, value, limit(base), of.Value),
-			bench.Beside(name+", 95 % from", "ratio", of.Low, math.NaN(), math.NaN()),
-			bench.Beside(name+", 95 % to", "ratio", of.High, math.NaN(), math.NaN()))
+		rows = append(rows, r.compared(base, bench.Beside(name, unit, value, limit(base), math.NaN()), interval)...)
 	}
 	for _, m := range Metrics() {
 		for _, q := range Quantiles() {

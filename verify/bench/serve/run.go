@@ -45,7 +45,7 @@ type Outcome struct {
 	End    time.Duration   // when its answer had ended
 	Answer Answer
 	Kind   string // of its failure; empty: none
-	Err    error
+	Err    error  `json:"-"`
 }
 
 // lateAfter is how much later than planned a request may leave before it counts as late.

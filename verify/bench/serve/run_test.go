@@ -157,6 +157,23 @@ func TestLate(t *testing.T) {
 	require.Equal(t, 2*time.Second, c.MostLate)
 }
 
+// A variant of a setup is compared with it, too, by the first tokens of later turns.
+func TestVariants(t *testing.T) {
+	var results []*Result
+	for name, ttft := range map[string]float64{"one": 40, "pd": 30, "pd-turns": 20} {
+		r := made([]float64{ttft, ttft})
+		r.Setup = name
+		results = append(results, r)
+	}
+	slices.SortFunc(results, func(a, b *Result) int { return strings.Compare(a.Setup, b.Setup) })
+	emit, rows := collect()
+	require.NoError(t, Rows(results, emit))
+	require.InDelta(t, 2, *rows["pd-turns : one, TTFT of later turns p50"].Ratio, 1e-9)
+	require.InDelta(t, 1.5, *rows["pd-turns : pd, TTFT of later turns p50"].Ratio, 1e-9)
+	require.Contains(t, rows, "pd-turns : pd, TTFT of later turns p50, 95 % from")
+	require.NotContains(t, rows, "pd-turns : pd, TTFT p50")
+}
+
 func TestGoodput(t *testing.T) {
 	r := made([]float64{50, 100, 150, 200})
 	require.Equal(t, 0.5, r.Attainment(r.SLOs[0]))

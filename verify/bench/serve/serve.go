@@ -26,7 +26,18 @@ type Options struct {
 	SLOs     []SLO      // requests are good by each of them or not
 	Run      RunOptions // Report is not used
 	Say      func(text string)
+	Keep     func(*Played) error // is told each run when it is over; nil: nobody is
 	Emit     bench.Emit
+}
+
+// keep adds a run to a result, and hands it to Keep.
+func (o *Options) keep(into *Result, seed uint64, outcomes []Outcome, sources map[string]float64) error {
+	into.Add(outcomes)
+	into.count(sources)
+	if o.Keep == nil {
+		return nil
+	}
+	return o.Keep(&Played{Setup: into.Setup, Seed: seed, Sources: sources, Outcomes: outcomes})
 }
 
 // Bench starts each setup again for each seed, the setups in another order each time, plays the seed's schedule and emits the rows of what it
@@ -135,12 +146,11 @@ func (o *Options) play(ctx context.Context, s *Setup, round int, list []Request,
 	if err != nil {
 		return err
 	}
-	into.Add(outcomes)
-	after, err := r.sources(ctx)
-	for source := range after {
-		into.Sources[source] += after[source] - before[source]
+	sources, err := r.sources(ctx)
+	for source := range sources {
+		sources[source] -= before[source]
 	}
-	return err
+	return errors.Join(err, o.keep(into, o.Seed+uint64(round), outcomes, sources))
 }
 
 // measure plays a schedule and says how far it is.
@@ -177,7 +187,9 @@ func Drive(ctx context.Context, targets []Target, o Options) ([]*Result, error) 
 			if err != nil {
 				return nil, err
 			}
-			results[i].Add(outcomes)
+			if err := o.keep(results[i], seed, outcomes, nil); err != nil {
+				return nil, err
+			}
 		}
 	}
 	return results, Rows(results, o.Emit)

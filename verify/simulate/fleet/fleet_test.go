@@ -2,6 +2,7 @@ package fleet
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"strings"
 	"testing"
@@ -107,6 +108,42 @@ func TestFaults(t *testing.T) {
 			require.Equal(t, r.Requests, r.Answered, f)
 		}
 	}
+}
+
+// TestScale: in front of 100 instances with a million blocks, and with its full counts of 1,000 with ten million, the default policy answers
+// every request, finds what it does in a small fleet, and loads no instance much more than the others. The other policies and the faults
+// are played there with a tenth of the requests.
+func TestScale(t *testing.T) {
+	if testing.Short() {
+		t.Skip("100,000 requests, which the race stage need not see; make test plays them")
+	}
+	o := Options{Seed: 11, Instances: 100, Blocks: 1_000_000, Requests: 100_000, Rate: 2, Policy: policy.PrefixAware}
+	if soak() {
+		o.Instances, o.Blocks, o.Requests = 10*o.Instances, 10*o.Blocks, 10*o.Requests
+	}
+	began := time.Now()
+	o.Clock = func() time.Duration { return time.Since(began) }
+	r := run(t, o)
+	require.Empty(t, r.Violations)
+	require.Equal(t, r.Requests, r.Answered)
+	require.GreaterOrEqual(t, r.HitRate(), 0.8*r.BestRate())
+	require.Less(t, r.Prefill, 1.5)
+	require.Less(t, r.Decode, 2.0)
+	rows := []Row{{Name: fmt.Sprintf("%d instances, %d requests", o.Instances, o.Requests), Result: r}}
+	if soak() {
+		few := o
+		few.Requests /= 10
+		take := func(r Row) {
+			require.Empty(t, r.Violations, r.Name)
+			rows = append(rows, r)
+		}
+		require.NoError(t, Policies(t.Context(), few, take))
+		require.NoError(t, Incidents(t.Context(), few, take))
+	}
+	table(t, rows)
+	var measured strings.Builder
+	require.NoError(t, MeasuredTable(&measured, rows))
+	t.Logf("\n%s", measured.String())
 }
 
 // TestWaiting: requests wait while decode instances are full, and fail at once while there is none to be had.
