@@ -21,8 +21,8 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
-	"github.com/kvport/kvport/connectors/internal/tier"
 	"github.com/kvport/kvport/internal/strictjson"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Scope says that only the engine that stored a block is sure to find it: what is below memory is written

@@ -8,8 +8,8 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
-	"github.com/kvport/kvport/connectors/internal/storekit"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/internal/storekit"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Open opens the tiers for the engine of env. Errors name the field of the configuration that is wrong and

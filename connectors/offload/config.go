@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Scope says that only the engine that stored a block finds it again: the tiers are its own.

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 	"github.com/kvport/kvport/verify/cluster"
 )
 

@@ -11,7 +11,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // tiers is the library's store, named here so that its methods are the Store's.

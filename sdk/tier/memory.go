@@ -12,8 +12,8 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // memory is the tier in an arena.

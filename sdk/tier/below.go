@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // LowerHeader is what a block has more in the lower tier: eight bytes before it with the time until

@@ -22,7 +22,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // Store keeps blocks in memory and in the tier below.

@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/machine"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // DiskOptions say where a Disk keeps its blocks.

@@ -4,7 +4,7 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // Stats counts what one tier did since it was opened.
