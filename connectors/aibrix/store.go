@@ -2,7 +2,6 @@ package aibrix
 
 import (
 	"context"
-	"errors"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
@@ -29,8 +28,8 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	if s.memory == 0 {
 		return &Store{Store: far, far: far}, nil
 	}
-	o := tier.Options{Policy: s.policy, Lower: lower, AdmitAfter: 1, Prefetch: ahead, Memory: env.Arena, MemoryBytes: s.memory, Log: env.Log}
-	o.Fit(&env.Layout)
+	o := tier.OptionsFor(&env)
+	o.MemoryBytes, o.Policy, o.Lower, o.AdmitAfter, o.Prefetch = s.memory, s.policy, lower, 1, ahead
 	if s.hot {
 		o.AdmitAfter = 2
 	}
@@ -39,9 +38,6 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	}
 	store, err := tier.Open(o)
 	if err != nil {
-		if lower != nil {
-			err = errors.Join(err, lower.Close())
-		}
 		return nil, err
 	}
 	return &Store{Store: store, near: store, far: far}, nil

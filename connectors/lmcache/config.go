@@ -391,8 +391,8 @@ func (out *settings) warn(log *slog.Logger) {
 
 // options are those of the memory tier for one engine.
 func (out *settings) options(env *connector.Env) tier.Options {
-	o := tier.Options{Policy: out.policy, AdmitAfter: 1, Prefetch: 16, Memory: env.Arena, MemoryBytes: out.memory, Log: env.Log}
-	o.Fit(&env.Layout)
+	o := tier.OptionsFor(env)
+	o.MemoryBytes, o.Policy, o.AdmitAfter, o.Prefetch = out.memory, out.policy, 1, 16
 	return o
 }
 

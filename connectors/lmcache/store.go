@@ -37,9 +37,6 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	o.Lower = lower
 	store, err := tier.Open(o)
 	if err != nil {
-		if lower != nil {
-			err = errors.Join(err, lower.Close())
-		}
 		return nil, err
 	}
 	out.Store, out.values = store, append(out.values, store.Values)

@@ -146,14 +146,11 @@ func (c *Config) ArenaBlockTokens() int64 { return int64(c.BlockSize) }
 
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
-	o := tier.Options{
-		Policy:         c.policy(),
-		StoreThreshold: c.StoreThreshold, Tracked: c.Tracker, TTL: time.Duration(c.TTL) * time.Second, TenantBytes: c.TenantBytes,
-		PinAfter: c.PinAfter, PinShare: float64(c.PinPercent) / 100, AdmitAfter: c.DiskAdmit, WriteBehind: c.DiskBehind,
-		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log,
-	}
-	o.Fit(&env.Layout)
-	o.Memory, o.Slots, o.Placement = env.Arena, c.slots(env), env.Placement
+	o := tier.OptionsFor(env)
+	o.Slots, o.Policy, o.Workers = c.slots(env), c.policy(), c.Workers
+	o.StoreThreshold, o.Tracked, o.TTL, o.TenantBytes = c.StoreThreshold, c.Tracker, time.Duration(c.TTL)*time.Second, c.TenantBytes
+	o.PinAfter, o.PinShare = c.PinAfter, float64(c.PinPercent)/100
+	o.AdmitAfter, o.WriteBehind, o.Prefetch = c.DiskAdmit, c.DiskBehind, c.DiskAhead
 	return o
 }
 

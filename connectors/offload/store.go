@@ -7,7 +7,6 @@ package offload
 
 import (
 	"context"
-	"errors"
 	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
@@ -55,9 +54,6 @@ func Open(_ context.Context, env connector.Env, config Config) (connector.Store,
 		o.Lower = s.disk
 	}
 	if s.tiers, err = tier.Open(o); err != nil {
-		if s.disk != nil {
-			err = errors.Join(err, s.disk.Close())
-		}
 		return nil, err
 	}
 	return s, nil

@@ -12,8 +12,8 @@ import (
 	"github.com/kvport/kvport/internal/storekit"
 )
 
-// LowerHeader is what a block has more in the lower tier: eight bytes before it with the time until
-// which it may be served.
+// LowerHeader is how many bytes a block has more in the lower tier: before it comes the time until which it may be served, in
+// Unix ms, little-endian; 0: for ever.
 const LowerHeader = 8
 
 // below is the way to and from the lower tier. One goroutine writes behind, one fetches ahead.

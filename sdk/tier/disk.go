@@ -160,8 +160,8 @@ func (d *Disk) fileSystem() (size, free int64) {
 // Slots is the number of blocks that fit.
 func (d *Disk) Slots() int { return d.slots }
 
-// Stats gives the counts so far.
-func (d *Disk) Stats() Stats {
+// Counts are the numbers so far.
+func (d *Disk) Counts() Stats {
 	s := d.c.Now()
 	s.Blocks, s.Slots = uint64(d.index.Len()), uint64(d.slots)
 	return s

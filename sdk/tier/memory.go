@@ -326,10 +326,10 @@ type arena struct {
 	slots     int // that are used
 }
 
-// ArenaHead is how much an arena takes beyond its slots and 256 bytes for each, at most.
+// ArenaHead is how many bytes an arena takes beyond its slots and 256 bytes for each, at most.
 const ArenaHead = 2 * superSize
 
-// ArenaBytes is the size of an arena with n slots of slotBytes.
+// ArenaBytes is the size in bytes of Options.Memory, or of a Disk, with n slots of slotBytes.
 func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
 
 // openArena takes memory into use, whatever is in it. found are the blocks that are whole, in the
