@@ -79,7 +79,7 @@ func TestStorePowers(t *testing.T) {
 	p := storeOf(powerfulDefinition(), store)
 	info, err := p.Describe(t.Context(), nil)
 	require.NoError(t, err)
-	require.Equal(t, storePowers, info.Capabilities)
+	require.Equal(t, storePowers&^connector.CanPlace, info.Capabilities, "there is no memory to place anything")
 	require.Equal(t, storePowers, p.Capabilities)
 	require.Equal(t, "blocks", info.Stats[0].Name)
 	scheduler, worker := open(t, p, testEnv(0, 1))
@@ -307,14 +307,15 @@ func TestStoreForEachArena(t *testing.T) {
 // Rule ARENA-01: a Store gets the arena that its config asks for, on both sides, or does not open.
 func TestStoreArena(t *testing.T) {
 	var got []byte
-	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine}, func(_ context.Context, env connector.Env, _ arenaTest) (connector.Store, error) {
+	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine, Capabilities: connector.CanPlace}, func(_ context.Context, env connector.Env, _ arenaTest) (connector.Store, error) {
 		got = env.Arena
-		return newMemory(), nil
+		return &powerful{memory: newMemory()}, nil
 	})
 	config := json.RawMessage(`{"bytes": 64}`)
 	info, err := p.Describe(t.Context(), config)
 	require.NoError(t, err)
 	require.EqualValues(t, 64, info.ArenaBytes)
+	require.Equal(t, connector.CanPlace, info.Capabilities)
 	env := testEnv(0, 1)
 	for _, size := range []int{0, 63, 65} {
 		env.Arena = make([]byte, size)

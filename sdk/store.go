@@ -29,8 +29,8 @@ type Definition struct {
 	MatchFetches bool
 
 	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
-	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]), CanPlace for [Placing].
-	// If the Store lacks one of them, the side does not open.
+	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]), CanPlace for [Placing]
+	// where the config asks for an arena. If the Store lacks one of them, the side does not open.
 	Capabilities connector.Capability
 	Stats        []connector.StatInfo // what the Store's Stats method reports
 	Medium       string               // BlockEvent.Medium of its blocks, such as "disk"
@@ -105,7 +105,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 	}
 }
 
-// askArena sets in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens.
+// askArena sets in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens. Without memory nothing is placed.
 func askArena(info *connector.Info, config any) {
 	if c, ok := config.(interface{ ArenaBytes() int64 }); ok {
 		info.ArenaBytes = c.ArenaBytes()
@@ -118,6 +118,9 @@ func askArena(info *connector.Info, config any) {
 	}
 	if c, ok := config.(interface{ ArenaField() string }); ok {
 		info.ArenaField = c.ArenaField()
+	}
+	if info.ArenaBytes == 0 && info.ArenaBlocks == 0 {
+		info.Capabilities &^= connector.CanPlace
 	}
 }
 

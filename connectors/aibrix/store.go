@@ -43,8 +43,8 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	return &Store{Store: store, near: store, far: far}, nil
 }
 
-// Capabilities are the optional powers of a Store.
-const Capabilities = connector.CanStat
+// Capabilities are the optional powers of a Store. Without L1 nothing is placed.
+const Capabilities = connector.CanStat | connector.CanPlace
 
 // Store is a connector.Store over L1 and L2.
 type Store struct {
@@ -65,6 +65,21 @@ func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
 		stats = append(stats, s.far.Stats().Values()...)
 	}
 	return stats, nil
+}
+
+// Placed implements sdk.Placing.
+func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
+	if s.near == nil {
+		return nil
+	}
+	return s.near.Placed(keys)
+}
+
+// Used implements sdk.Placing.
+func (s *Store) Used(slots []uint32) {
+	if s.near != nil {
+		s.near.Used(slots)
+	}
 }
 
 // ahead is how many blocks of a matched prompt are fetched from L2 before they are asked for.

@@ -91,6 +91,7 @@ func TestWhereValuesComeFrom(t *testing.T) {
 			}
 			require.NoError(t, err)
 			require.Equal(t, test.arena, info.ArenaBytes)
+			require.Equal(t, test.arena > 0, info.Capabilities&connector.CanPlace != 0)
 			if test.scope == 0 {
 				test.scope = connector.ScopeEngine
 			}
