@@ -24,6 +24,7 @@ func placeCases() []Case {
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
 		placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset),
 		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
+		placeCase("place-loaded", "PLACE-25", "The slots that a load names hold its blocks whole, and it takes any number of a slot that was read.", placeLoaded),
 		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
 	}
 }
@@ -60,24 +61,43 @@ func (r *rig) placing() *placing {
 	return p
 }
 
-// savePlaced saves what lies in the blocks, and learns the slots that are named.
-func (p *placing) savePlaced(replace bool, used []uint32, bs ...connector.Block) []uint32 {
+func (p *placing) placer() connector.Placer {
 	p.Helper()
 	w, ok := connector.As[connector.Placer](p.workers[0])
 	if !ok {
 		p.Errorf("Info has %v, and the worker side is not a connector.Placer", connector.CanPlace)
 		p.FailNow()
 	}
+	return w
+}
+
+// savePlaced saves what lies in the blocks, and learns the slots that are named.
+func (p *placing) savePlaced(replace bool, used []uint32, bs ...connector.Block) []uint32 {
+	p.Helper()
 	t := transfer(bs)
 	t.Replace = replace
-	slots, err := w.SavePlaced(p.Context(), &t, p.kv[0], used)
+	slots, err := p.placer().SavePlaced(p.Context(), &t, p.kv[0], used)
 	p.must(err, "SavePlaced")
+	p.learn("a save", slots)
+	return slots
+}
+
+// loadPlaced loads blocks, and learns the slots that are named.
+func (p *placing) loadPlaced(used []uint32, bs ...connector.Block) {
+	p.Helper()
+	t := transfer(bs)
+	slots, err := p.placer().LoadPlaced(p.Context(), &t, p.kv[0], used)
+	p.must(err, "LoadPlaced")
+	p.learn("a load", slots)
+}
+
+func (p *placing) learn(who string, slots []uint32) {
+	p.Helper()
 	for _, s := range slots {
 		if err := p.host.Notice(&slot.Notice{Slots: []slot.Slot{slot.Slot(s)}}, 0); err != nil {
-			p.Errorf("slot %d, which a save has named: %v", s, err)
+			p.Errorf("slot %d, which %s has named: %v", s, who, err)
 		}
 	}
-	return slots
 }
 
 // find is where a block lies.
@@ -113,7 +133,7 @@ func (p *placing) resident(bs ...connector.Block) {
 	for _, b := range bs {
 		ref, err := p.find(b)
 		if err != nil {
-			p.Errorf("block %d was saved, and no slot was named that holds it: %v", b.ID, err)
+			p.Errorf("block %d was moved, and no slot was named that holds it: %v", b.ID, err)
 			continue
 		}
 		got, err := p.read(ref)
@@ -197,6 +217,20 @@ func placeUsed(p *placing) {
 	p.fill(more...)
 	p.savePlaced(false, slices.Concat(slots, slots, []uint32{uint32(p.env.Placement.Slots - 1), uint32(p.env.Placement.Slots), 1<<32 - 1}), more...)
 	p.resident(slices.Concat(bs, more)...)
+}
+
+func placeLoaded(p *placing) {
+	keys := p.keys(4)
+	bs, to := blocks(0, keys...), blocks(8, keys...)
+	p.fill(bs...)
+	slots := p.savePlaced(false, nil, bs...)
+	p.host.Forget()
+	p.wipe(0x11, to...)
+	p.loadPlaced(slices.Concat(slots, []uint32{uint32(p.env.Placement.Slots), 1<<32 - 1}), to...)
+	p.holds(to...)
+	p.resident(bs...)
+	p.loadPlaced(nil, to...)
+	p.resident(bs...)
 }
 
 func placeMessage(p *placing) {

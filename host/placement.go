@@ -30,13 +30,13 @@ type placement struct {
 	paused atomic.Bool // a reset is on its way
 
 	usedMu sync.Mutex
-	used   []uint32 // slots that were read, for the next save to tell
+	used   []uint32 // slots that were read, for the next save or load by message to tell
 }
 
 const (
 	lifeSerials = 1 << 40 // that a life of the plugin may draw
-	mostUsed    = 1 << 16 // slots that are remembered until a save
-	mostTold    = 1 << 12 // slots that one save tells
+	mostUsed    = 1 << 16 // slots that are remembered until somebody tells them
+	mostTold    = 1 << 12 // slots that one save or load tells
 )
 
 // reopen prepares the arena for the next life of the plugin. nil: it is not placed.
@@ -261,7 +261,8 @@ func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac
 	})
 }
 
-// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if nothing is saved for long.
+// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if the plugin is not
+// called for long.
 func (p *placement) noteUsed(refs []place.Ref) {
 	p.usedMu.Lock()
 	defer p.usedMu.Unlock()
@@ -273,7 +274,7 @@ func (p *placement) noteUsed(refs []place.Ref) {
 	}
 }
 
-// takeUsed gives what the next save tells the plugin.
+// takeUsed gives what the next save or load tells the plugin.
 func (p *placement) takeUsed() (used []uint32) {
 	p.usedMu.Lock()
 	defer p.usedMu.Unlock()
@@ -282,7 +283,7 @@ func (p *placement) takeUsed() (used []uint32) {
 	return used
 }
 
-// learn takes note of slots that a save has named. The error says that no honest plugin names them.
+// learn takes note of slots that a save or load has named. The error says that no honest plugin names them.
 func (p *placement) learn(slots []uint32) error {
 	if !p.enter() {
 		return nil

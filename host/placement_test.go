@@ -2,6 +2,7 @@ package host
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"math/rand/v2"
 	"slices"
@@ -180,6 +181,51 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	require.False(t, ok)
 	_, ok = r.p.match(r.query(ks[:1], 0))
 	require.True(t, ok)
+	require.NoError(t, r.p.learn(slots))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "the plugin may name it as often as it likes")
+	r.next = slots[1]
+	r.save(0, bs[1])
+	require.True(t, r.loaded(0, bs...), "it was written again")
+}
+
+// placingWorker names slots with each call.
+type placingWorker struct {
+	connector.Worker
+	used, slots []uint32
+}
+
+func (w *placingWorker) SavePlaced(_ context.Context, _ *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	w.used = used
+	return w.slots, nil
+}
+
+func (w *placingWorker) LoadPlaced(_ context.Context, _ *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	w.used = used
+	return w.slots, nil
+}
+
+// Rule PLACE-23: the plugin hears with a load which slots were read, and what it has brought into slots is loaded without it from then on.
+func TestPlacementOfLoads(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 3), 0)
+	w := &placingWorker{slots: r.save(0, bs...)}
+	require.True(t, r.loaded(0, bs...))
+	r.p.forget()
+	require.False(t, r.loaded(0, bs...))
+	h := &Host{place: r.p}
+	load := func() { require.NoError(t, h.loadTo(t.Context(), w, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)) }
+	load()
+	require.Equal(t, w.slots, w.used)
+	require.True(t, r.loaded(0, bs...))
+	load()
+	require.Equal(t, w.slots, w.used)
+	load()
+	require.Empty(t, w.used, "each read is told once")
+	r.p.pause()
+	load()
+	r.p.resume()
+	require.False(t, r.loaded(0, bs...), "named during a reset")
 }
 
 // Rule PLACE-23: the blocks of a plugin that died stay known, if its next life keeps them; other memory has none.

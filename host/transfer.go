@@ -160,9 +160,7 @@ type tellingSaver interface {
 func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID, t *connector.Transfer, kv *connector.KV) error {
 	if p, places := connector.As[connector.Placer](w); places && h.place != nil {
 		slots, err := p.SavePlaced(ctx, t, kv, h.place.takeUsed())
-		if wrong := h.place.learn(slots); wrong != nil {
-			h.violation("placement: " + wrong.Error())
-		}
+		h.learn(slots)
 		return err
 	}
 	s, tells := w.(tellingSaver)
@@ -179,9 +177,26 @@ func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory.
 func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
 	if r.landing == nil {
-		return w.Load(ctx, a.Transfer, r.kv)
+		return h.loadTo(ctx, w, a.Transfer, r.kv)
 	}
-	return a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
+	return a.Back(h.loadTo(ctx, w, a.Seen(), r.landing.kv))
+}
+
+func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) error {
+	p, places := connector.As[connector.Placer](w)
+	if !places || h.place == nil {
+		return w.Load(ctx, t, kv)
+	}
+	slots, err := p.LoadPlaced(ctx, t, kv, h.place.takeUsed())
+	h.learn(slots)
+	return err
+}
+
+// learn takes note of slots that a save or a load has named.
+func (h *Host) learn(slots []uint32) {
+	if wrong := h.place.learn(slots); wrong != nil {
+		h.violation("placement: " + wrong.Error())
+	}
 }
 
 // arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. overlapped

@@ -15,7 +15,8 @@ const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents
 // Placing is a Store with CanPlace: it keeps blocks in slots of Env.Arena as Env.Placement says, if that is set. The memory
 // tier does so.
 type Placing interface {
-	// Placed names the slots in which blocks with these keys lie. Blocks that lie nowhere are left out.
+	// Placed names the slots in which blocks with these keys lie, after a save or a load of them. Blocks that lie nowhere are
+	// left out. The slice is the caller's.
 	Placed(keys []connector.StoreKey) []uint32
 	// Used counts as a use of what lies in each of the slots, in this order.
 	Used(slots []uint32)
@@ -73,34 +74,50 @@ func (w *storeWorker) Capabilities() connector.Capability { return w.powers }
 
 // SavePlaced implements connector.Placer.
 func (w *storeWorker) SavePlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32) (placed []uint32, err error) {
+	return w.movePlaced(ctx, t, kv, used, w.Save)
+}
+
+// LoadPlaced implements connector.Placer.
+func (w *storeWorker) LoadPlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32) (placed []uint32, err error) {
+	return w.movePlaced(ctx, t, kv, used, w.Load)
+}
+
+// movePlaced is Save or Load of a Store that places.
+func (w *storeWorker) movePlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32, move mover) (placed []uint32, err error) {
 	store, ok := w.store.(Placing)
 	if !ok {
 		return nil, fmt.Errorf("the connector cannot %v: %w", connector.CanPlace, connector.ErrIncompatible)
 	}
-	if len(used) > 0 { // before the save, which may evict
+	if len(used) > 0 { // before the move, which may evict
 		err = wire.Guard(w.log, "used", func() error {
 			store.Used(used)
 			return nil
 		})
 	}
 	if err == nil {
-		err = w.Save(ctx, t, kv)
+		err = move(ctx, t, kv)
 	}
 	if err != nil {
 		return nil, err
 	}
-	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
-	keys := make([]connector.StoreKey, 0, len(t.Blocks))
-	for _, b := range t.Blocks {
-		if b.Key != (connector.BlockKey{}) {
-			keys = append(keys, connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard))
-		}
-	}
+	keys := w.keys(t.Blocks)
 	err = wire.Guard(w.log, "placed", func() error {
 		placed = store.Placed(keys)
 		return nil
 	})
 	return placed, err
+}
+
+// keys are those of the full blocks.
+func (w *storeWorker) keys(blocks []connector.Block) []connector.StoreKey {
+	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
+	keys := make([]connector.StoreKey, 0, len(blocks))
+	for _, b := range blocks {
+		if b.Key != (connector.BlockKey{}) {
+			keys = append(keys, connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard))
+		}
+	}
+	return keys
 }
 
 // Capabilities implements connector.Partial.

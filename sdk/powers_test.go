@@ -175,6 +175,34 @@ func TestSavePlaced(t *testing.T) {
 	require.False(t, ok, "the definition does not claim it")
 }
 
+// Rule PLACE-25: what was read counts before the load, too, which may evict, and the load names what it has brought.
+func TestLoadPlaced(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	_, worker := open(t, storeOf(powerfulDefinition(), store), testEnv(0, 1))
+	defer worker.Close()
+	placer, ok := connector.As[connector.Placer](worker)
+	require.True(t, ok)
+	saved, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, testKV(t, 1), nil)
+	require.NoError(t, err)
+	require.Len(t, saved, 3)
+	store.before = func(call string, _ int) error {
+		if call == "get" {
+			require.NotEmpty(t, store.used)
+		}
+		return nil
+	}
+	kv := testKV(t, 9)
+	slots, err := placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, kv, []uint32{7, 1 << 31})
+	require.NoError(t, err)
+	require.Equal(t, saved, slots)
+	require.Equal(t, []uint32{7, 1 << 31}, store.used)
+	require.Equal(t, testKV(t, 1).View(0, 2), kv.View(0, 2))
+	clear(store.data)
+	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, kv, nil)
+	require.ErrorIs(t, err, connector.ErrGone)
+	require.Empty(t, slots)
+}
+
 // Rule EVENT-01: a block is stored when all ranks have it, and removed with the first part.
 func TestWatchedRanks(t *testing.T) {
 	store := &powerful{memory: newMemory()}

@@ -30,6 +30,8 @@ type placingFault struct {
 	stays   bool // a reset leaves the slots as they are
 	strict  bool // it names nothing any more once it has heard of a slot that it does not have
 	alone   bool // what is placed it has no longer itself
+	mute    bool // it names no slot of what it has loaded
+	once    bool // it gives up what it has loaded
 }
 
 // PlacingReference is a correct connector that places its blocks.
@@ -96,7 +98,11 @@ func (s *placingStore) Get(_ context.Context, items []connector.Item) error {
 		for _, span := range it.Spans {
 			from = from[copy(span, from):]
 		}
+		if slot, placed := s.at[it.Key]; placed && s.bad.once {
+			s.shelf.Retire(slot)
+		}
 	}
+	s.lost = s.lost || s.bad.mute
 	if cause != nil {
 		return &connector.ItemError{Items: failed, Err: cause}
 	}
@@ -126,6 +132,7 @@ func (s *placingStore) get(it connector.Item) ([]byte, error) {
 func (s *placingStore) Put(_ context.Context, items []connector.Item) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.lost = s.lost && !s.bad.mute
 	for _, it := range items {
 		data := bytes.Join(it.Spans, nil)
 		old, known := s.at[it.Key]
@@ -217,6 +224,8 @@ func placingMutants() []Mutant {
 		mutant("replaces a block where it lies", "place-replaced", placingFault{inPlace: true}),
 		mutant("leaves its slots as they are after a reset", "place-reset", placingFault{stays: true}),
 		mutant("names no slot after it has heard of one that it does not have", "place-used", placingFault{strict: true}),
+		mutant("names no slot of what it has loaded", "place-loaded", placingFault{mute: true}),
+		mutant("names slots that it has given up with the load", "place-loaded", placingFault{once: true}),
 		mutant("has what is placed only there", "place-message", placingFault{alone: true}),
 	}
 }

@@ -19,8 +19,9 @@ type Host struct {
 	epoch   uint64
 	serial  uint64 // the last one that was drawn
 	saving  map[connector.StoreKey]*Save
-	writing map[Slot]*Save // slots that are lent to a save
-	turns   []uint64       // of each slot: how often it was lent, or came into the index
+	writing map[Slot]*Save  // slots that are lent to a save
+	turns   []uint64        // of each slot: how often it was lent, or came into the index
+	wrong   map[Slot]uint64 // slots that do not hold what their headers say, and the generation in which they do not
 	index   index
 }
 
@@ -36,7 +37,7 @@ func NewHost(arena, words Memory, g Geometry) (*Host, error) {
 	}
 	return &Host{
 		arena: arena, words: words, g: g, epoch: 1,
-		saving: map[connector.StoreKey]*Save{}, writing: map[Slot]*Save{}, turns: make([]uint64, g.Slots), index: newIndex(g.Slots),
+		saving: map[connector.StoreKey]*Save{}, writing: map[Slot]*Save{}, wrong: map[Slot]uint64{}, turns: make([]uint64, g.Slots), index: newIndex(g.Slots),
 	}, nil
 }
 

@@ -85,7 +85,7 @@ func (h *Host) look(slots []Slot) (moment, error) {
 }
 
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
-// look at them.
+// look at them, and none is known to hold other bytes.
 func (h *Host) enter(e *entry, began *moment) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -93,12 +93,14 @@ func (h *Host) enter(e *entry, began *moment) error {
 		return ErrGone
 	}
 	for i, r := range e.refs {
-		if h.turns[r.Slot] != began.turns[i] {
+		generation, wrong := h.wrong[r.Slot]
+		if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
 			return ErrGone
 		}
 	}
 	for _, r := range e.refs {
 		h.turns[r.Slot]++
+		delete(h.wrong, r.Slot)
 	}
 	h.index.insert(e)
 	return nil

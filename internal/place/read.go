@@ -30,11 +30,15 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	return nil, ErrMiss
 }
 
-// Drop forgets the block of a key: what its slot holds is not what its header says.
+// Drop forgets the block of a key: what its slot holds is not what its header says. Until the slot has another use a notice
+// of it counts for nothing.
 func (h *Host) Drop(key connector.StoreKey) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if _, entries, ok := h.index.find([]connector.StoreKey{key}); ok {
+		for _, r := range entries[0].refs {
+			h.wrong[r.Slot] = r.generation
+		}
 		h.index.remove(entries[0])
 	}
 }

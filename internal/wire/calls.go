@@ -82,7 +82,7 @@ func MatchesFromProto(m *kvportv1.MatchResponse, want int) ([]connector.Match, e
 	})
 }
 
-// MaxPlaced bounds the slots that a save names, and those that it tells the plugin about.
+// MaxPlaced bounds the slots that a save or load names, and those that it tells the plugin about.
 const MaxPlaced = 1 << 16
 
 // SlotsFromProto checks a list of slots.

@@ -1,13 +1,17 @@
 package tier_test
 
 import (
+	"context"
 	"encoding/json"
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/sdk"
 	"github.com/kvport/kvport/sdk/tier"
 )
 
@@ -42,4 +46,129 @@ func TestOpenOwnsTheLowerTier(t *testing.T) {
 	require.Equal(t, 2, closed)
 	_, err = tier.Open(tier.OptionsFor(&connector.Env{}))
 	require.ErrorIs(t, err, connector.ErrIncompatible)
+}
+
+// hostEnd is a worker of memory before a folder, and what its host knows of it.
+type hostEnd struct {
+	*testing.T
+	env    connector.Env
+	kv     *connector.KV
+	store  *tier.Store
+	worker connector.Placer
+	host   *place.Host
+}
+
+const (
+	fewSlots  = 8
+	blockSize = 64
+	manyIDs   = 64
+)
+
+func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
+	g := place.Geometry{Slots: fewSlots, SlotBytes: blockSize}
+	arena := make([]byte, g.ArenaBytes())
+	memory, err := place.Private(arena)
+	require.NoError(t, err)
+	words, err := place.Private(make([]byte, g.WordsBytes()))
+	require.NoError(t, err)
+	h := &hostEnd{T: t}
+	h.host, err = place.NewHost(memory, words, g)
+	require.NoError(t, err)
+	opening, err := h.host.Reopen()
+	require.NoError(t, err)
+	h.env = connector.Env{
+		Engine: "e", Epoch: 1, Role: connector.RoleBoth, World: 1, Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"), Arena: arena,
+		Placement: &connector.Placement{Slots: fewSlots, SlotBytes: blockSize, Epoch: opening.Epoch, Serial: h.host.Draw(1 << 40)},
+		Layout: connector.Layout{
+			Name: "test", Blocks: manyIDs, Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}},
+			Segments: []connector.Segment{{BlockStride: blockSize, Bytes: blockSize}},
+		},
+	}
+	h.kv, err = connector.NewKV(h.env.Layout, [][]byte{make([]byte, manyIDs*blockSize)})
+	require.NoError(t, err)
+	d := sdk.Definition{Name: "T", Version: "1", Scope: connector.ScopeEngine, Capabilities: tier.Capabilities, Stats: tier.Infos()}
+	p := sdk.FromStore(d, func(_ context.Context, env connector.Env, c config) (connector.Store, error) {
+		o := tier.OptionsFor(&env)
+		o.Lower, o.AdmitAfter = folder{c.Dir}, 1
+		change(&o)
+		h.store, err = tier.Open(o)
+		return h.store, err
+	})
+	raw := fmt.Sprintf(`{"memory_bytes": %d, "dir": %q}`, len(arena), t.TempDir())
+	worker, err := p.Worker(t.Context(), h.env, json.RawMessage(raw))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, worker.Close()) })
+	var places bool
+	h.worker, places = connector.As[connector.Placer](worker)
+	require.True(t, places)
+	return h
+}
+
+// blocks are those with the numbers from first to before end.
+func (h *hostEnd) blocks(first, end int) *connector.Transfer {
+	transfer := &connector.Transfer{}
+	for n := first; n < end; n++ {
+		key := connector.BlockKey{1, byte(n)}
+		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n), Key: key})
+	}
+	return transfer
+}
+
+// save saves blocks, which go to the folder, too.
+func (h *hostEnd) save(t *connector.Transfer) error {
+	slots, err := h.worker.SavePlaced(h.Context(), t, h.kv, nil)
+	h.learn(slots)
+	require.NoError(h, h.store.Flush(h.Context()))
+	return err
+}
+
+func (h *hostEnd) load(t *connector.Transfer, used []uint32) {
+	slots, err := h.worker.LoadPlaced(h.Context(), t, h.kv, used)
+	require.NoError(h, err)
+	h.learn(slots)
+}
+
+func (h *hostEnd) learn(slots []uint32) {
+	for _, s := range slots {
+		require.NoError(h, h.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, 0))
+	}
+}
+
+// placed gives the slots of blocks, if the host knows all of them.
+func (h *hostEnd) placed(t *connector.Transfer) (slots []uint32) {
+	var keys []connector.StoreKey
+	for _, b := range t.Blocks {
+		keys = append(keys, connector.NewStoreKey(b.Key, h.env.Shape, 0, connector.Shard{World: 1}))
+	}
+	refs, err := h.host.Find(keys, 0)
+	if err != nil {
+		require.ErrorIs(h, err, place.ErrMiss)
+	}
+	for _, r := range refs {
+		slots = append(slots, uint32(r.Slot))
+	}
+	return slots
+}
+
+// Blocks that the host reads all the time stay in memory while others are loaded from below, and those are placed as well.
+func TestLoadsPlace(t *testing.T) {
+	h := newHostEnd(t, func(*tier.Options) {})
+	const cold = 16
+	for first := 0; first < cold; first += 4 {
+		require.NoError(t, h.save(h.blocks(first, first+4)))
+	}
+	hot := h.blocks(cold, cold+2)
+	require.NoError(t, h.save(hot))
+	for round := range 8 {
+		used := h.placed(hot)
+		require.Len(t, used, 2, "round %d", round)
+		other := h.blocks(round%4*4, round%4*4+4)
+		h.load(other, used)
+		require.Len(t, h.placed(other), 4, "round %d", round)
+	}
+	h.load(h.blocks(0, 4), nil) // without a word about the hot ones
+	h.load(h.blocks(4, 8), nil)
+	require.Empty(t, h.placed(hot))
+	h.load(hot, nil)
+	require.Len(t, h.placed(hot), 2, "once out of memory, and placed again")
 }

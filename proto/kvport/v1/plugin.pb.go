@@ -2504,7 +2504,7 @@ type Transfer struct {
 	Extra         []byte                 `protobuf:"bytes,6,opt,name=extra,proto3" json:"extra,omitempty"`
 	Replace       bool                   `protobuf:"varint,7,opt,name=replace,proto3" json:"replace,omitempty"`
 	Tenant        uint64                 `protobuf:"fixed64,8,opt,name=tenant,proto3" json:"tenant,omitempty"`   // whose request it is, for quotas; 0: nobody's in particular
-	Used          []uint32               `protobuf:"varint,9,rep,packed,name=used,proto3" json:"used,omitempty"` // of a save, if the side has a placement: slots that the host has read since the last one
+	Used          []uint32               `protobuf:"varint,9,rep,packed,name=used,proto3" json:"used,omitempty"` // of a save or a load, if the side has a placement: slots that the host has read since the last one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3031,7 +3031,7 @@ func (x *Plan) GetSaves() []*Transfer {
 
 type Moved struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Placed        []uint32               `protobuf:"varint,1,rep,packed,name=placed,proto3" json:"placed,omitempty"` // of a save, if the side has a placement: slots in which its blocks lie now
+	Placed        []uint32               `protobuf:"varint,1,rep,packed,name=placed,proto3" json:"placed,omitempty"` // of a save or a load, if the side has a placement: slots in which its blocks lie now
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
