@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/wire"
@@ -98,14 +99,56 @@ func (w *storeWorker) movePlaced(ctx context.Context, t *connector.Transfer, kv 
 		err = move(ctx, t, kv)
 	}
 	if err != nil {
+		w.unnamed.add(w.keys(others(t.Blocks, err)))
 		return nil, err
 	}
-	keys := w.keys(t.Blocks)
+	keys := append(w.keys(t.Blocks), w.unnamed.take()...)
 	err = wire.Guard(w.log, "placed", func() error {
 		placed = store.Placed(keys)
 		return nil
 	})
-	return placed, err
+	return placed[:min(len(placed), wire.MaxPlaced)], err
+}
+
+// others are the blocks that were moved although some were not.
+func others(blocks []connector.Block, err error) (some []connector.Block) {
+	failed, is := errors.AsType[*connector.BlockError](err)
+	if !is {
+		return nil
+	}
+	not := map[connector.BlockID]bool{}
+	for _, id := range failed.Blocks {
+		not[id] = true
+	}
+	for _, b := range blocks {
+		if !not[b.ID] {
+			some = append(some, b)
+		}
+	}
+	return some
+}
+
+// unnamed are blocks whose slots the host has not heard: an error has no room for slots, so the next answer has them (rule
+// PLACE-26). Its zero value has none.
+type unnamed struct {
+	mu   sync.Mutex
+	keys []connector.StoreKey
+}
+
+const mostUnnamed = 1 << 12 // the oldest are forgotten
+
+func (u *unnamed) add(keys []connector.StoreKey) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.keys = append(u.keys, keys...)
+	u.keys = u.keys[max(0, len(u.keys)-mostUnnamed):]
+}
+
+func (u *unnamed) take() (keys []connector.StoreKey) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	keys, u.keys = u.keys, nil
+	return keys
 }
 
 // keys are those of the full blocks.

@@ -166,6 +166,10 @@ func TestSavePlaced(t *testing.T) {
 	slots, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs}, kv, nil)
 	require.ErrorIs(t, err, fail)
 	require.Empty(t, slots)
+	fail = nil
+	slots, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:1]}, kv, nil)
+	require.NoError(t, err)
+	require.Equal(t, want[:1], slots)
 
 	d := powerfulDefinition()
 	d.Capabilities &^= connector.CanPlace
@@ -201,6 +205,39 @@ func TestLoadPlaced(t *testing.T) {
 	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, kv, nil)
 	require.ErrorIs(t, err, connector.ErrGone)
 	require.Empty(t, slots)
+}
+
+// Rule PLACE-26: what is stored although another block of the save was declined is named by the next answer, and once.
+func TestPlacedThoughOthersFailed(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	_, worker := open(t, storeOf(powerfulDefinition(), store), testEnv(0, 1))
+	defer worker.Close()
+	placer, ok := connector.As[connector.Placer](worker)
+	require.True(t, ok)
+	bs, kv := blocks(4), testKV(t, 1)
+	all, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs}, kv, nil)
+	require.NoError(t, err)
+	require.Len(t, all, 4)
+	fail := error(&connector.ItemError{Items: []int{1}, Err: connector.ErrDeclined})
+	store.before = func(string, int) error { return fail }
+	slots, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:3]}, kv, nil)
+	require.ErrorIs(t, err, connector.ErrDeclined)
+	require.Empty(t, slots)
+	fail = nil
+	for _, want := range [][]uint32{{all[3], all[0], all[2]}, {all[3]}} {
+		slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: bs[3:]}, kv, nil)
+		require.NoError(t, err)
+		require.Equal(t, want, slots)
+	}
+	for range mostUnnamed {
+		fail = &connector.ItemError{Items: []int{1}, Err: connector.ErrDeclined}
+		_, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:3]}, kv, nil)
+		require.ErrorIs(t, err, connector.ErrDeclined)
+	}
+	fail = nil
+	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: bs[3:]}, kv, nil)
+	require.NoError(t, err)
+	require.Len(t, slots, 1+mostUnnamed)
 }
 
 // Rule EVENT-01: a block is stored when all ranks have it, and removed with the first part.

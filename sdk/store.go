@@ -100,7 +100,7 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return nil, err
 			}
-			return &storeWorker{side, d.Capabilities}, nil
+			return &storeWorker{storeSide: side, powers: d.Capabilities}, nil
 		},
 	}
 }
@@ -293,7 +293,8 @@ func (s *storeScheduler) lookup(ctx context.Context, runs [][]connector.StoreKey
 
 type storeWorker struct {
 	storeSide
-	powers connector.Capability
+	powers  connector.Capability
+	unnamed unnamed
 }
 
 // Load implements connector.Worker.

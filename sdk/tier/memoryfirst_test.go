@@ -172,3 +172,14 @@ func TestLoadsPlace(t *testing.T) {
 	h.load(hot, nil)
 	require.Len(t, h.placed(hot), 2, "once out of memory, and placed again")
 }
+
+// Rule PLACE-26: of a save of which one block is declined, the host learns where the others lie.
+func TestDeclinedBlockDoesNotHideOthers(t *testing.T) {
+	h := newHostEnd(t, func(o *tier.Options) { o.TenantBytes = 3 * blockSize })
+	require.ErrorIs(t, h.save(h.blocks(0, 4)), connector.ErrDeclined)
+	stored := h.blocks(0, 3)
+	require.Empty(t, h.placed(stored))
+	h.load(h.blocks(0, 1), nil)
+	require.Len(t, h.placed(stored), 3)
+	require.Empty(t, h.placed(h.blocks(3, 4)))
+}
