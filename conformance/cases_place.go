@@ -49,10 +49,8 @@ func (r *rig) placing() *placing {
 	}
 	arena, err := slot.Private(e.env.Arena[:g.ArenaBytes()]) // its words are accessed in turns
 	r.must(err, "arena")
-	words, err := slot.Private(make([]byte, g.WordsBytes()))
-	r.must(err, "words")
 	p := &placing{engine: e}
-	p.host, err = slot.NewHost(arena, words, g)
+	p.host, err = slot.NewReader(arena, g)
 	r.must(err, "host")
 	opening, err := p.host.Reopen()
 	r.must(err, "open the arena")

@@ -85,10 +85,6 @@ func (p *placement) layOut(arena []byte) error {
 	if err != nil {
 		return err
 	}
-	words, err := place.Private(make([]byte, g.WordsBytes())) // the plugin writes all slots, and knows of no pins (rule PLACE-20)
-	if err != nil {
-		return err
-	}
 	// To the copy and its digest a slot is a block of a cache: its segments one behind the other.
 	layout := *p.layout
 	layout.Blocks, layout.Segments = g.Slots, append([]connector.Segment(nil), layout.Segments...)
@@ -101,7 +97,7 @@ func (p *placement) layOut(arena []byte) error {
 	if p.kv, err = connector.NewKV(layout, [][]byte{arena}); err != nil {
 		return err
 	}
-	p.host, err = place.NewHost(memory, words, g)
+	p.host, err = place.NewReader(memory, g)
 	p.first = unsafe.SliceData(arena)
 	return err
 }

@@ -10,7 +10,7 @@ import (
 // Host is the host's end: it writes the words of slots that are LENT to it, and the host's words. It is safe for concurrent
 // use, and holds no lock while it accesses shared memory.
 type Host struct {
-	arena, words Memory
+	arena, words Memory // words: nil where the plugin writes every slot itself, and nobody looks at pins (rule PLACE-20)
 	g            Geometry
 
 	mu      sync.Mutex
@@ -35,10 +35,23 @@ func NewHost(arena, words Memory, g Geometry) (*Host, error) {
 		words.Store(g.pinAt(s), 0)
 		words.Store(g.useAt(s), 0)
 	}
+	return newHost(arena, words, g), nil
+}
+
+// NewReader is NewHost for a plugin that has a Shelf. There are no words, which would take 64 bytes a slot, and Reserve is
+// always ErrVoid.
+func NewReader(arena Memory, g Geometry) (*Host, error) {
+	if err := g.fitsArena(arena); err != nil {
+		return nil, err
+	}
+	return newHost(arena, nil, g), nil
+}
+
+func newHost(arena, words Memory, g Geometry) *Host {
 	return &Host{
 		arena: arena, words: words, g: g, epoch: 1,
 		saving: map[connector.StoreKey]*Save{}, writing: map[Slot]*Save{}, wrong: map[Slot]uint64{}, turns: make([]uint64, g.Slots), index: newIndex(g.Slots),
-	}, nil
+	}
 }
 
 // Died says that the plugin's process is gone and that nothing can write on its behalf any more. Requests without an answer
@@ -60,7 +73,10 @@ func (h *Host) Reopen() (Opening, error) {
 	if alive || writing > 0 {
 		return Opening{}, fmt.Errorf("a life is open: %t, slots that are written: %d: %w", alive, writing, ErrWriting)
 	}
-	h.g.mark(h.arena, h.words)
+	h.g.markOne(h.arena, arenaMagic)
+	if h.words != nil {
+		h.g.markOne(h.words, wordsMagic)
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.alive = true

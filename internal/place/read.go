@@ -85,12 +85,18 @@ func (h *Host) Pin(r Ref) (*Pin, error) {
 	if !h.g.has(r.Slot) {
 		return nil, &RefusalError{Slot: r.Slot, Reason: OutOfRange}
 	}
-	h.words.Add(h.g.pinAt(r.Slot), 1) // before the look: rule PLACE-04
+	h.pin(r.Slot, 1) // before the look: rule PLACE-04
 	if err := h.verify(&r, 0); err != nil {
-		h.words.Add(h.g.pinAt(r.Slot), ^uint64(0))
+		h.pin(r.Slot, ^uint64(0))
 		return nil, err
 	}
 	return &Pin{h: h, ref: r}, nil
+}
+
+func (h *Host) pin(s Slot, delta uint64) {
+	if h.words != nil {
+		h.words.Add(h.g.pinAt(s), delta)
+	}
 }
 
 // Pin is a part that is being read.
@@ -107,9 +113,12 @@ func (p *Pin) Bytes() []byte { return p.h.g.bytes(p.h.arena, p.ref.Slot, p.ref.P
 // counts for nothing. now, in Unix ms, is noted as the time of the hit.
 func (p *Pin) Release(now int64) error {
 	h := p.h
-	h.words.Add(h.g.pinAt(p.ref.Slot), ^uint64(0))
+	h.pin(p.ref.Slot, ^uint64(0))
 	if Word(h.arena.Load(h.g.wordAt(p.ref.Slot))) != NewWord(p.ref.generation, Ready) {
 		return ErrGone
+	}
+	if h.words == nil {
+		return nil
 	}
 	use := h.words.Load(h.g.useAt(p.ref.Slot))
 	hits := min(use&0xffff+1, 0xffff)

@@ -2,7 +2,6 @@ package place
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 	"sync/atomic"
 
@@ -10,7 +9,7 @@ import (
 )
 
 // Shelf is the plugin's end for a plugin that writes every slot itself and says in its own index what lies where. Each
-// block is one part, in a slot that the plugin chooses. It maps no words of the host, so it gives slots up without a look
+// block is one part, in a slot that the plugin chooses. There are no words of the host, so it gives slots up without a look
 // at pins, and the host copies from it only what a digest covers (rule PLACE-20).
 //
 // Different slots may be used at the same time, each by one goroutine.
@@ -54,11 +53,8 @@ func Fit(size, slotBytes int64, limit int) Geometry {
 // and torn is the number of slots that hold no whole block and are not free. now is in Unix ms. A memory that was laid
 // out otherwise is laid out again; of one that nobody has written only the first page is touched. Errors wrap ErrGeometry.
 func OpenShelf(arena Memory, g Geometry, o ShelfOpening, now int64) (s *Shelf, found []Found, torn int, err error) {
-	if err := g.Validate(); err != nil {
+	if err := g.fitsArena(arena); err != nil {
 		return nil, nil, 0, err
-	}
-	if arena.Size() != g.ArenaBytes() {
-		return nil, nil, 0, fmt.Errorf("an arena of %d bytes, want %d: %w", arena.Size(), g.ArenaBytes(), ErrGeometry)
 	}
 	s = &Shelf{arena: arena, g: g, epoch: o.Epoch}
 	if g.markedOne(arena, arenaMagic) {

@@ -26,9 +26,7 @@ func newShelfRig(t *testing.T) *shelfRig {
 	var err error
 	r.arena, err = Private(make([]byte, g.ArenaBytes()))
 	require.NoError(t, err)
-	words, err := Private(make([]byte, g.WordsBytes()))
-	require.NoError(t, err)
-	r.host, err = NewHost(r.arena, words, g)
+	r.host, err = NewReader(r.arena, g)
 	require.NoError(t, err)
 	r.open()
 	return r
@@ -104,6 +102,17 @@ func TestShelf(t *testing.T) {
 	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0))
 	_, err = r.read(2)
 	require.NoError(t, err)
+}
+
+// TestReaderHasNoWords: a host without words reads, and lends nothing.
+func TestReaderHasNoWords(t *testing.T) {
+	r := newShelfRig(t)
+	_, err := r.host.Reserve([]Part{{Key: connector.StoreKey{1}, Length: 1000}}, 0, false)
+	require.ErrorIs(t, err, ErrVoid)
+	for _, g := range []Geometry{{}, {Slots: 7, SlotBytes: 1000}} {
+		_, err := NewReader(r.arena, g)
+		require.ErrorIs(t, err, ErrGeometry)
+	}
 }
 
 // TestShelfRecovers: the next life keeps whole blocks of serials that were drawn, of each key the last, and nothing else.

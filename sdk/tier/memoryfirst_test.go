@@ -69,10 +69,8 @@ func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
 	arena := make([]byte, g.ArenaBytes())
 	memory, err := place.Private(arena)
 	require.NoError(t, err)
-	words, err := place.Private(make([]byte, g.WordsBytes()))
-	require.NoError(t, err)
 	h := &hostEnd{T: t}
-	h.host, err = place.NewHost(memory, words, g)
+	h.host, err = place.NewReader(memory, g)
 	require.NoError(t, err)
 	opening, err := h.host.Reopen()
 	require.NoError(t, err)
