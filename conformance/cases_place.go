@@ -19,10 +19,12 @@ func placeCase(id, rule, text string, body func(*placing)) Case {
 }
 
 func placeCases() []Case {
+	reset := placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset)
+	reset.Optional = true // a connector may place and have no reset, or not be emptied by one
 	return []Case{
 		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
-		placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset),
+		reset,
 		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
 		placeCase("place-loaded", "PLACE-25", "The slots that a load names hold its blocks whole, and it takes any number of a slot that was read.", placeLoaded),
 		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
