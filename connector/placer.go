@@ -20,7 +20,7 @@ type Placer interface {
 }
 
 // Placement says how Env.Arena is divided into slots that the host reads: docs/spec/placement.md describes what lies where.
-// It is for whoever lays the slots out; a Store over the memory tier of this module hands it on and is done.
+// It is for whoever lays the slots out; a Store of package sdk/tier is given it and does the rest.
 type Placement struct {
 	Slots     int
 	SlotBytes int64  // the largest block of the layout

@@ -13,8 +13,8 @@ import (
 // storePowers are the optional powers that a Store can have.
 const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanPlace
 
-// Placing is a Store with CanPlace: it keeps blocks in slots of Env.Arena as Env.Placement says, if that is set. The memory
-// tier does so.
+// Placing is a Store with CanPlace: it keeps blocks in slots of Env.Arena as Env.Placement says, if that is set. Package
+// sdk/tier has such a Store.
 type Placing interface {
 	// Placed names the slots in which blocks with these keys lie, after a save or a load of them. Blocks that lie nowhere are
 	// left out. The slice is the caller's.
