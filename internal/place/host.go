@@ -15,6 +15,7 @@ type Host struct {
 
 	mu      sync.Mutex
 	alive   bool   // a life of the plugin is open
+	again   bool   // it was open before
 	life    uint64 // of the plugin, counted by this host
 	epoch   uint64
 	serial  uint64 // the last one that was drawn
@@ -68,18 +69,20 @@ func (h *Host) Died() {
 // so meanwhile.
 func (h *Host) Reopen() (Opening, error) {
 	h.mu.Lock()
-	alive, writing := h.alive, len(h.writing)
+	alive, writing, again := h.alive, len(h.writing), h.again
 	h.mu.Unlock()
 	if alive || writing > 0 {
 		return Opening{}, fmt.Errorf("a life is open: %t, slots that are written: %d: %w", alive, writing, ErrWriting)
 	}
-	h.g.markOne(h.arena, arenaMagic)
+	if h.words != nil || again { // else a Shelf finds an arena that nobody has written, and touches one page of it
+		h.g.markOne(h.arena, arenaMagic)
+	}
 	if h.words != nil {
 		h.g.markOne(h.words, wordsMagic)
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.alive = true
+	h.alive, h.again = true, true
 	for s := range h.turns {
 		h.turns[s]++ // notices of the life before come too late
 	}

@@ -104,6 +104,34 @@ func TestShelf(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// TestReaderLeavesAnArenaFresh: before the first life nothing is written, so that the plugin need not look at all headers.
+func TestReaderLeavesAnArenaFresh(t *testing.T) {
+	g := Geometry{Slots: 4, SlotBytes: 1000}
+	arena := make([]byte, g.ArenaBytes())
+	memory, err := Private(arena)
+	require.NoError(t, err)
+	h, err := NewReader(memory, g)
+	require.NoError(t, err)
+	o, err := h.Reopen()
+	require.NoError(t, err)
+	require.Equal(t, make([]byte, len(arena)), arena)
+	header := g.wordAt(3)
+	arena[header] = byte(Ready) // what nobody would write there, to see whether it is looked at
+	_, found, torn, err := OpenShelf(memory, g, ShelfOpening{Epoch: o.Epoch, Serial: h.Draw(1000)}, 0)
+	require.NoError(t, err)
+	require.Empty(t, found)
+	require.Zero(t, torn)
+	require.EqualValues(t, Ready, arena[header])
+	h.Died()
+	_, err = h.Reopen()
+	require.NoError(t, err)
+	require.True(t, g.markedOne(memory, arenaMagic))
+	_, _, torn, err = OpenShelf(memory, g, ShelfOpening{Epoch: o.Epoch, Serial: h.Draw(1000)}, 0)
+	require.NoError(t, err)
+	require.Equal(t, 1, torn)
+	require.EqualValues(t, Free, arena[header])
+}
+
 // TestReaderHasNoWords: a host without words reads, and lends nothing.
 func TestReaderHasNoWords(t *testing.T) {
 	r := newShelfRig(t)
