@@ -73,7 +73,7 @@ test-faults: ## the tests that need failpoints: a kill and an error at each; CI 
 	$(GO) test $(LEAN) -tags kvport_fault -v -timeout $(TEST_LIMIT) $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
-	cd python && $(PY)/python -m pytest
+	cd python && GO="$(GO)" $(PY)/python -m pytest
 
 pylint: ## ruff and mypy on python/; needs make deps
 	cd python && $(PY)/ruff check . && $(PY)/ruff format --check . && $(PY)/mypy

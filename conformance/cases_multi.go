@@ -35,6 +35,13 @@ func renewedCase(id, rule, text string, body func(*composite)) Case {
 	return c
 }
 
+// layeredCase is one for children that save layer by layer.
+func layeredCase(id, rule, text string, body func(*composite)) Case {
+	c := heldCase(id, rule, text, body)
+	c.Needs, c.Run = connector.CanLayers, rigged(connector.CanLayers, false, withChildren(body))
+	return c
+}
+
 func multiCases() []Case {
 	return []Case{
 		multiCase("multi-engine-id", "MULTI-01", "A child with an engine_id is refused, and the error says which child it is.", multiEngineID),
@@ -56,6 +63,8 @@ func multiCases() []Case {
 		heldCase("multi-named", "MULTI-13", "What a producer has saved to a shared store is loaded from there, although another child hands it over, too.", multiNamed),
 		renewedCase("multi-renews", "MULTI-11", "A hold is renewed while a consumer that has any one of the children waits.", multiRenews),
 		renewedCase("multi-renews-no-more", "MULTI-11", "A hold that the host has ended is no longer renewed, whoever waits for it.", multiRenewsNoMore),
+		layeredCase("multi-layers", "MULTI-15", "Every child has what was saved layer by layer, and nothing is acknowledged before the last layer.", multiLayers),
+		layeredCase("multi-layers-give-up", "MULTI-15", "The engine gives up in the middle: the save fails, and no child has the blocks.", multiLayersGiveUp),
 	}
 }
 
@@ -190,11 +199,46 @@ func multiSaveAll(f *composite) {
 	both := f.of(f.a, f.b)
 	keys := both.keys(3)
 	both.save(blocks(0, keys...)...)
+	f.eachHas(keys)
+}
+
+// eachHas checks that each child alone has some blocks.
+func (f *composite) eachHas(keys []connector.BlockKey) {
+	f.Helper()
 	for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
 		e := f.of(kid)
-		f.equal(3, e.match(keys...), "blocks that child %d has", i)
+		f.equal(len(keys), e.match(keys...), "blocks that child %d has", i)
 		f.must(e.load(blocks(6, keys...)...), "load from child %d", i)
 		e.holds(blocks(6, keys...)...)
+	}
+}
+
+func multiLayers(f *composite) {
+	both := f.of(f.a, f.b)
+	keys := both.keys(3)
+	l := both.layerBlocks(0, blocks(0, keys...)...)
+	for n := range both.layers() {
+		l.running("before the last layer was announced")
+		l.compute(n + 1)
+	}
+	f.must(l.result(), "save layers")
+	f.eachHas(keys)
+}
+
+func multiLayersGiveUp(f *composite) {
+	both := f.of(f.a, f.b)
+	for n := range both.layers() - 1 {
+		keys := both.keys(2)
+		l := both.layerBlocks(0, blocks(0, keys...)...)
+		l.compute(n)
+		both.pause(pauseOfLayer)
+		l.count.GiveUp()
+		if l.result() == nil {
+			f.Errorf("SaveLayers returned nil, the engine gave up after %d of %d layers", n, both.layers())
+		}
+		for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
+			f.equal(0, f.of(kid).match(keys...), "blocks that child %d has of which %d layers were computed", i, n)
+		}
 	}
 }
 

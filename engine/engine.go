@@ -118,6 +118,10 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	if e.cfg.Events != nil {
 		e.reports = make(chan host.BlockReport, maxReports)
 	}
+	opts := host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports}
+	if e.cfg.LayerPatience > 0 {
+		opts.Overlap = func(uint64, connector.RequestID) bool { return true }
+	}
 	e.host, err = host.Open(ctx, c, host.Engine{
 		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout),
 		ShapeText: e.info.Fit.ShapeText, Layout: layout, Ranks: e.regions,
@@ -125,7 +129,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 			return e.loop.sched.Addresses(id, blockTokens, tokens)
 		},
 		Tail: func(id connector.RequestID) connector.BlockKey { return e.loop.sched.Tail(id) },
-	}, host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports, Overlap: e.cfg.LayerPatience > 0})
+	}, opts)
 	if err != nil {
 		return err
 	}

@@ -44,10 +44,15 @@ func piped(t testing.TB, cfg Config, role connector.Role, dir, extra string) Con
 
 // pair starts a producer and a consumer that takes over what it computes.
 func pair(t testing.TB, cfg Config) (p, d *rig) {
+	return pairAs(t, cfg, func(c Config) Config { return c })
+}
+
+// pairAs is pair with configs as a function makes them.
+func pairAs(t testing.TB, cfg Config, as func(Config) Config) (p, d *rig) {
 	address, dir := freeAddress(t), t.TempDir()
-	p = start(t, piped(t, cfg, connector.RoleProducer, dir, fmt.Sprintf(`"listen": %q`, address)))
+	p = start(t, as(piped(t, cfg, connector.RoleProducer, dir, fmt.Sprintf(`"listen": %q`, address))))
 	cfg.PrefixCaching = false
-	d = start(t, piped(t, cfg, connector.RoleConsumer, dir, fmt.Sprintf(`"subscribe": [%q]`, address)))
+	d = start(t, as(piped(t, cfg, connector.RoleConsumer, dir, fmt.Sprintf(`"subscribe": [%q]`, address))))
 	require.Eventually(t, func() bool { return p.metric(t, "kvport_connector_subscribers", "") == 1 }, time.Minute, 5*time.Millisecond)
 	return p, d
 }
@@ -74,12 +79,17 @@ func (h *hooked) Forward(batch *model.Batch, kv *connector.KV) error {
 
 // Rule LAYER-09: what a producer computes, in chunks, is with its consumer layer by layer, and right.
 func TestLayerWise(t *testing.T) {
-	for name, cfg := range map[string]Config{"sim": simConfig(t), "tiny": tinyConfig(t), "ranks": spreadConfig(t, 2, 2, sim.ByBlock)} {
+	for name, cfg := range map[string]Config{"sim": simConfig(t), "tiny": tinyConfig(t), "ranks": spreadConfig(t, 2, 2, sim.ByBlock), "multi": simConfig(t)} {
 		t.Run(name, func(t *testing.T) {
 			cfg.MaxBatchedTokens = 48 // a long prompt is computed in several steps
 			reqs := requests(12)
 			want := tokensOf(start(t, cfg).ask(t, reqs, 4))
-			p, d := pair(t, cfg)
+			p, d := pairAs(t, cfg, func(c Config) Config {
+				if name == "multi" {
+					return composed(t, c)
+				}
+				return c
+			})
 			require.True(t, p.host.LayerWise())
 			decode := prefill(t, p, reqs)
 			got := d.ask(t, decode, 4)
@@ -153,4 +163,35 @@ func TestLayerWiseKills(t *testing.T) {
 	requireIdle(t, p)
 	requireIdle(t, d)
 	t.Logf("%d kills in the middle of a step", kills.Load())
+}
+
+// Requests of one step that have the same prompt: the layers of each block are sent once, what the consumer takes over is right, and
+// it stays a subscriber.
+func TestLayerWiseTwins(t *testing.T) {
+	cfg := simConfig(t)
+	reqs := requests(4)
+	want := tokensOf(start(t, cfg).ask(t, reqs, 1))
+	g := &gate{Model: cfg.Model, open: make(chan struct{})}
+	cfg.Model = g
+	p, d := pair(t, cfg)
+	const each = 3
+	var twins []Request
+	for _, req := range reqs {
+		for n := range each {
+			twin := req
+			twin.ID, twin.MaxTokens, twin.Remote = connector.RequestID(fmt.Sprintf("%s-%d", req.ID, n)), 1, true
+			twins = append(twins, twin)
+		}
+	}
+	got := p.askTogether(t, twins, g.open)
+	for i, req := range reqs {
+		req.Ticket = got[each*i].last.Ticket
+		require.Equal(t, want[i], collect(submit(t, d, req)).tokens)
+	}
+	requireIdle(t, p)
+	require.Eventually(t, func() bool { // it is asked for about once a second
+		sent, stored := p.metric(t, "kvport_connector_layer_bytes_total", ""), p.metric(t, "kvport_connector_buffer_bytes", "")
+		return sent > 0 && sent == stored
+	}, 10*time.Second, 10*time.Millisecond)
+	require.Equal(t, 1, p.metric(t, "kvport_connector_subscribers", ""))
 }

@@ -101,12 +101,16 @@ func (l *loop) receive() {
 	for _, f := range inbox {
 		f(l)
 	}
+	reports, room := l.reports, mostAtOnce
 	for {
 		select {
 		case ev, open := <-l.events:
 			l.event(ev, open)
-		case r := <-l.reports:
+		case r := <-reports:
 			l.news.report(r)
+			if room -= extent(r); room <= 0 {
+				reports = nil // the rest waits until after this step: however much a connector reports, steps go on
+			}
 		default:
 			return
 		}

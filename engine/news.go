@@ -21,6 +21,8 @@ const (
 	maxReports  = 64      // that the loop has not taken yet
 	maxReported = 1 << 16 // blocks; their tokens are remembered until then
 	maxRun      = 1 << 14 // blocks of one event, fewer than any reader refuses
+	mostAtOnce  = 1 << 14 // events and blocks that are taken from reports between two steps; one report more may be
+	mostSpots   = 8       // where one block is published: a connector names the places, and may name a new one each time
 )
 
 // news gathers events for a sink: blocks of the prefix cache that come and go, and what the connector reports of its
@@ -172,6 +174,15 @@ func (n *news) clear(forget func()) {
 	}
 }
 
+// extent is how many events and blocks a report has.
+func extent(r host.BlockReport) int {
+	n := 1 + len(r.Events)
+	for i := range r.Events {
+		n += len(r.Events[i].Keys)
+	}
+	return n
+}
+
 // report takes what the connector reports about its blocks. Those that the engine did not publish lately are left out, since
 // nobody knows their tokens any more.
 func (n *news) report(r host.BlockReport) {
@@ -183,7 +194,7 @@ func (n *news) report(r host.BlockReport) {
 		switch e.Kind {
 		case connector.BlocksStored:
 			for _, key := range e.Keys {
-				if b := n.blocks[key]; b != nil && !slices.Contains(b.spots, at) {
+				if b := n.blocks[key]; b != nil && len(b.spots) < mostSpots && !slices.Contains(b.spots, at) {
 					b.spots = append(b.spots, at)
 					n.stored(at, -1, key, b)
 				}
@@ -206,14 +217,15 @@ func spotOf(e *connector.BlockEvent) spot {
 	return spot{mediumOf(e.Medium), kvevents.Local}
 }
 
-// mediumOf is what vLLM calls a place that a connector names, as python/kvport_vllm/events.py has it.
+// mediumOf is what vLLM calls a place that a connector names, as python/kvport_vllm/events.py has it. What vLLM has no name for keeps
+// the connector's.
 func mediumOf(name string) string {
 	switch name {
 	case connector.MediumMemory:
 		return kvevents.CPU
 	case connector.MediumDisk, connector.MediumRemote:
 		return kvevents.Storage
-	case "":
+	case "", kvevents.GPU: // only the engine speaks of its own cache
 		return "kvport"
 	}
 	return name

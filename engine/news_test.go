@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -197,6 +198,37 @@ func TestReports(t *testing.T) {
 	n = &news{sink: &told, pool: kvcache.New(4), blockSize: 2, groups: 1, secret: true}
 	n.published(0, 0, r, tokens)
 	require.Equal(t, []kvevents.Event{{Kind: kvevents.Stored, Medium: kvevents.GPU, Hashes: []kvevents.Hash{hash(0)}, BlockSize: 2}}, n.events)
+}
+
+// A connector that reports without end, or names a new place each time, neither keeps steps from going on nor takes memory without
+// end.
+func TestNewsIsBounded(t *testing.T) {
+	key := connector.BlockKey{1}
+	n := &news{blocks: map[connector.BlockKey]*reported{key: {}}, order: []connector.BlockKey{key}}
+	stored := func(medium string, keys ...connector.BlockKey) host.BlockReport {
+		return host.BlockReport{Events: []connector.BlockEvent{{Kind: connector.BlocksStored, Medium: medium, Keys: keys}}}
+	}
+	for i := range 100 {
+		n.report(stored(strconv.Itoa(i), key))
+	}
+	require.Len(t, n.blocks[key].spots, mostSpots)
+	n.report(stored(kvevents.GPU, key))
+	require.NotContains(t, n.blocks[key].spots, spot{kvevents.GPU, kvevents.Local}, "only the engine speaks of its own cache")
+
+	reports := make(chan host.BlockReport, 8)
+	l := &loop{e: &Engine{}, news: n, reports: reports}
+	for range 4 {
+		reports <- stored("", make([]connector.BlockKey, mostAtOnce)...)
+	}
+	for left := 3; left >= 0; left-- {
+		l.receive()
+		require.Len(t, reports, left)
+	}
+	for range 8 {
+		reports <- stored("", key)
+	}
+	l.receive()
+	require.Empty(t, reports, "small ones are taken together")
 }
 
 // An event has no more blocks than readers take.

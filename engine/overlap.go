@@ -18,8 +18,8 @@ import (
 // errNotArrived says that a layer of a load did not come, or not in time.
 var errNotArrived = errors.New("a layer of a load has not arrived")
 
-// rest is for how many times the patience no load is used early after one that did not come in time: so however many loads
-// are slow, waiting for them takes a tenth of the time at most, and a step that is computed again is rare.
+// rest is for how many times as long as a step with other requests has waited for loads none is used early: so however many loads are
+// slow, waiting for them takes a tenth of the others' time at most, and a step that is computed again is rare.
 const rest = 10
 
 // arrives has a load used from its first layers on.
@@ -40,18 +40,25 @@ func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
 	}
 	patience, stop := context.WithTimeout(context.Background(), l.e.cfg.LayerPatience)
 	defer stop()
-	l.batch.BeforeLayer = func(layer int) error { return l.awaitLayer(patience, chunks, layer) }
+	var waited time.Duration
+	l.batch.BeforeLayer = func(layer int) error {
+		began := time.Now()
+		err := l.awaitLayer(patience, chunks, layer)
+		waited += time.Since(began)
+		return err
+	}
 	l.fill(chunks)
 	err := l.forward()
 	l.batch.BeforeLayer = nil
-	switch {
-	case err == nil:
+	if err == nil {
+		began := time.Now()
 		l.awaitLoads(patience, chunks)
-		if patience.Err() != nil {
-			l.noEarly = time.Now().Add(rest * l.e.cfg.LayerPatience)
-		}
-	case errors.Is(err, errNotArrived):
-		l.noEarly = time.Now().Add(rest * l.e.cfg.LayerPatience)
+		waited += time.Since(began)
+	}
+	if patience.Err() != nil || slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return !c.Early }) {
+		l.noEarly = time.Now().Add(rest * waited)
+	}
+	if errors.Is(err, errNotArrived) {
 		if chunks = l.sched.Postpone(); len(chunks) == 0 {
 			return nil, nil
 		}

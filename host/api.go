@@ -56,12 +56,13 @@ type Options struct {
 
 	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
-	// loads with a fault or without digests, nor at trust level staged. It must not call the host.
+	// loads with a fault or without digests, nor of those that came layer by layer because of Overlap, nor at
+	// trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
-	// Overlap says that the engine takes Arriving events, and may compute with the first layers of a load while the
-	// others are on their way.
-	Overlap bool
+	// Overlap, unless nil, decides for an admitted transfer whether the engine takes its Arriving event, and may compute with
+	// the first layers of its load while the others are on their way. It is asked before each attempt and must not call the host.
+	Overlap func(step uint64, request connector.RequestID) bool
 
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no
 	// plugin is started: package conformance runs connectors so. memory is what they may touch, one region for each

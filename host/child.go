@@ -347,6 +347,30 @@ func (w childWorker) Save(ctx context.Context, t *connector.Transfer, kv *connec
 	return w.move(ctx, w.set.Deadlines.Save, "save", t, func(ctx context.Context, side connector.Worker) error { return side.Save(ctx, t, kv) })
 }
 
+// SaveLayers implements connector.LayerWorker. Its deadline begins when the last layer is final, or no more will be.
+func (w childWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	l, side, err := sideOf[connector.Worker](w.child, w.side)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	returned := make(chan struct{})
+	var clock sync.WaitGroup
+	clock.Go(func() {
+		_ = untilFinal(ctx, progress, kv.Layout().Layers())
+		limit := w.set.Deadlines.Save
+		defer time.AfterFunc(limit, cancel).Stop()
+		defer w.killAfter(limit+w.set.Deadlines.Grace, l, "save", t)()
+		<-returned
+	})
+	defer func() {
+		close(returned)
+		cancel()
+		clock.Wait()
+	}()
+	return w.answered(ctx, l, "save", t, saveLayersTo(ctx, side, t, kv, progress))
+}
+
 // move makes a call with a deadline. A child that misses it is killed, alone; the call returns when it
 // is gone.
 func (w childWorker) move(ctx context.Context, limit time.Duration, what string, t *connector.Transfer, call func(context.Context, connector.Worker) error) error {
@@ -357,13 +381,21 @@ func (w childWorker) move(ctx context.Context, limit time.Duration, what string,
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	end, _ := ctx.Deadline()
-	late := time.AfterFunc(time.Until(end)+w.set.Deadlines.Grace, func() {
+	defer w.killAfter(time.Until(end)+w.set.Deadlines.Grace, l, what, t)()
+	return w.answered(ctx, l, what, t, call(ctx, side))
+}
+
+// killAfter kills a process unless stop is called in time.
+func (w childWorker) killAfter(limit time.Duration, l *life, what string, t *connector.Transfer) (stop func() bool) {
+	return time.AfterFunc(limit, func() {
 		w.metrics.kills.Inc()
 		w.down(l, fmt.Errorf("%s of request %q past its deadline", what, t.Request))
 		l.proc.KillFor(errClosing) // when closing, down leaves it alone
-	})
-	defer late.Stop()
-	err = call(ctx, side)
+	}).Stop
+}
+
+// answered is the end of a call: without an answer the process is at its end, and it returns when that is gone.
+func (w childWorker) answered(ctx context.Context, l *life, what string, t *connector.Transfer, err error) error {
 	w.metrics.moved(what, t, err)
 	if !errors.Is(err, plugin.ErrLost) {
 		return err

@@ -179,21 +179,26 @@ func (n *childStarter) open(ctx context.Context, cfg *Config, label, path string
 		for i := range infos {
 			infos[i] = f.members[i].info()
 		}
-		children := childrenOf(cfg, infos)
-		if f.multi, err = multiconnector.New(MultiName, children); err != nil {
-			err = fmt.Errorf("%w: %sconnectors: %w", ErrConfig, path, err)
-		}
-		for i := range children {
-			if masked := children[i].Masked(); len(masked) > 0 {
-				n.log.Info("a MultiConnector does not pass on all that its child can do", "child", f.members[i].label, "not_passed_on", strings.Join(masked, "; "))
-			}
-		}
+		err = n.join(f, childrenOf(cfg, infos), path)
 	}
 	if err != nil {
 		f.shut(ctx, false)
 		return nil, err
 	}
 	return f, nil
+}
+
+// join makes the composite of children that have started.
+func (n *childStarter) join(f *composite, children []multiconnector.Child, path string) (err error) {
+	if f.multi, err = multiconnector.New(MultiName, children); err != nil {
+		return fmt.Errorf("%w: %sconnectors: %w", ErrConfig, path, err)
+	}
+	for i := range children {
+		if masked := children[i].Masked(f.multi.Info()); len(masked) > 0 {
+			n.log.Info("a MultiConnector does not pass on all that its child can do", "child", f.members[i].label, "not_passed_on", strings.Join(masked, "; "))
+		}
+	}
+	return nil
 }
 
 // start starts one child.

@@ -322,6 +322,7 @@ const (
 	matchFresh     = 250 * time.Millisecond // an answer may be used again this long
 	firstRetry     = 5 * time.Millisecond   // after ErrBusy and Later, doubled each time
 	slowestRetry   = 200 * time.Millisecond
+	betweenEvents  = time.Millisecond // a plugin that always has events takes no processor for itself
 	readerWait     = time.Second      // for the last events to be read
 	missedEvery    = 10 * time.Second // a warning about matches that stayed undecided
 	statsEvery     = time.Second      // a connector is asked for its numbers

@@ -184,6 +184,7 @@ func (g *generation) watchEvents(life context.Context) {
 			h.metrics.lost.Add(float64(lost))
 		}
 		h.report(events)
+		pause(life, betweenEvents)
 	}
 }
 

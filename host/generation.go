@@ -266,6 +266,16 @@ func (g *generation) cancelCall(id tracker.CallID) {
 	}
 }
 
+// cancelCalls asks all transfers to stop: one may wait for layers that nobody computes any more. The caller holds h.mu; g may be nil.
+func (g *generation) cancelCalls() {
+	if g == nil {
+		return
+	}
+	for _, cancel := range g.cancels {
+		cancel()
+	}
+}
+
 // killFor ends the process if it is the one that the tracker means. The caller holds h.mu; g may be
 // nil.
 func (g *generation) killFor(k tracker.Kill) {

@@ -230,7 +230,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Addresses: h.eng.Addresses, Windows: sourceWindows, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 	}
-	c.Overlap = h.opts.Overlap && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
+	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
 	h.composite.stretch(&c)
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))
@@ -333,6 +333,9 @@ func (h *Host) close(ctx context.Context) error {
 	}
 	h.mu.Lock()
 	g := h.gen
+	if err != nil {
+		g.cancelCalls()
+	}
 	h.mu.Unlock()
 	if g != nil {
 		g.end(ctx, err == nil)

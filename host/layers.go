@@ -72,22 +72,40 @@ func (g *generation) advance(a tracker.Advance) {
 	}
 }
 
-// saveLayers saves blocks that are being computed: layer by layer where the plugin can, otherwise when all are there.
+// tellingLayerSaver is a worker that knows before its SaveLayers is over that what a ticket promises is stored.
+type tellingLayerSaver interface {
+	SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error
+}
+
+// saveLayers saves blocks that are being computed.
 func (h *Host) saveLayers(ctx context.Context, w connector.Worker, p *sealedProgress) error {
 	t, kv := p.move.Seen(), p.rank.kv
 	if p.rank.landing != nil {
 		kv = p.rank.landing.kv
 	}
-	if worker, ok := connector.As[connector.LayerWorker](w); ok {
-		return worker.SaveLayers(ctx, t, kv, p)
+	if s, tells := w.(tellingLayerSaver); tells {
+		return s.SaveLayersTelling(ctx, t, kv, p, func() { h.stored(p.move.ID) })
 	}
-	for n := 0; n < h.layers; { // another build of the plugin, after a restart
-		var err error
-		if n, err = p.Wait(ctx, n); err != nil {
-			return err
-		}
+	return saveLayersTo(ctx, w, t, kv, p)
+}
+
+// saveLayersTo saves layer by layer where the plugin can, otherwise when all are there.
+func saveLayersTo(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	if worker, ok := connector.As[connector.LayerWorker](w); ok {
+		return worker.SaveLayers(ctx, t, kv, progress)
+	}
+	if err := untilFinal(ctx, progress, kv.Layout().Layers()); err != nil { // another build of the plugin, after a restart
+		return err
 	}
 	return w.Save(ctx, t, kv)
+}
+
+// untilFinal waits until all layers are final.
+func untilFinal(ctx context.Context, progress connector.Progress, layers int) (err error) {
+	for n := 0; n < layers && err == nil; {
+		n, err = progress.Wait(ctx, n)
+	}
+	return err
 }
 
 // sealedProgress makes the digests of each layer before it says that the layer is final, and copies it

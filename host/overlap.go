@@ -19,11 +19,11 @@ type arrival struct {
 	request connector.RequestID
 }
 
-// loadOrOverlap is load, and lets the engine use layers as they come if the tracker says so and the plugin can. It returns
-// whether it did.
+// loadOrOverlap is load, and lets the engine use layers as they come if it asks for that, the tracker says so and the plugin
+// can. It returns whether it did.
 func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (overlapped bool, err error) {
 	loader, ok := connector.As[connector.LayerLoader](w)
-	if !a.Overlap || !ok {
+	if !a.Overlap || !ok || !h.opts.Overlap(a.Step, a.Transfer.Request) {
 		return false, h.load(ctx, r, w, a)
 	}
 	count := &connector.LayerCount{}

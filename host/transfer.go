@@ -119,7 +119,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
-	if err == nil && a.Check != nil && h.opts.Landed != nil && r.landing == nil {
+	if err == nil && a.Check != nil && h.opts.Landed != nil && r.landing == nil && !overlapped {
 		h.opts.Landed(t.Request, a.Rank)
 	}
 	if a.Check == nil { // they get no digests: that would say that they are right (rule TAINT-01)
@@ -167,11 +167,14 @@ func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID
 	if !tells {
 		return w.Save(ctx, t, kv)
 	}
-	return s.SaveTelling(ctx, t, kv, func() {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		h.do(h.tracker.Stored(time.Now(), id))
-	})
+	return s.SaveTelling(ctx, t, kv, func() { h.stored(id) })
+}
+
+// stored says that all that a ticket promises of a save is stored.
+func (h *Host) stored(id tracker.CallID) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.do(h.tracker.Stored(time.Now(), id))
 }
 
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory.

@@ -292,17 +292,26 @@ func (m *Memory) closePool(e *entry) {
 // are valid only during the call and must not be changed. The block stays, whatever read returns, and
 // becomes the youngest.
 func (m *Memory) Read(k connector.StoreKey, read func(data []byte) error) (found bool, err error) {
+	data, release, found := m.Hold(k)
+	if !found {
+		return false, nil
+	}
+	defer release()
+	return true, read(data)
+}
+
+// Hold keeps one block as it is, and reports whether it is there. Its bytes are valid, and must not be changed, until release is
+// called, once; a block that takes its place meanwhile is another one. The block becomes the youngest.
+func (m *Memory) Hold(k connector.StoreKey) (data []byte, release func(), ok bool) {
 	m.mu.Lock()
+	defer m.mu.Unlock()
 	e := m.entries[k]
 	if e == nil || m.over {
-		m.mu.Unlock()
-		return false, nil
+		return nil, nil, false
 	}
 	e.readers++
 	m.list(e).MoveToBack(e.place)
-	m.mu.Unlock()
-	defer m.done(e, false)
-	return true, read(e.data)
+	return e.data, func() { m.done(e, false) }, true
 }
 
 // DropSelect implements Buffer.

@@ -356,22 +356,39 @@ func (f *failing) missing(got []connector.HoldID) (all []string) {
 	return all
 }
 
-// TestMasked: what a composite does not pass on of a child it can say, for every power, where the child's role has
-// a use for it.
+// TestMasked: a composite passes on every power, except place, and layers beside a child that plans, and says so.
 func TestMasked(t *testing.T) {
+	all := connector.Info{}
 	for _, p := range connector.Powers() {
-		c := multiconnector.Child{Role: connector.RoleBoth, Info: connector.Info{Capabilities: p.Bit}}
-		if multiconnector.Powers&p.Bit != 0 {
-			require.Empty(t, c.Masked(), p.Name)
-			continue
-		}
-		require.Len(t, c.Masked(), 1)
-		require.Contains(t, c.Masked()[0], p.Name+": ")
+		require.Equal(t, p.Bit != connector.CanPlace, multiconnector.Powers&p.Bit != 0, p.Name)
+		all.Capabilities |= p.Bit
 	}
-	all := connector.Info{Capabilities: ^connector.Capability(0)}
-	producer, consumer := multiconnector.Child{Role: connector.RoleProducer, Info: all}, multiconnector.Child{Role: connector.RoleConsumer, Info: all}
-	require.Len(t, producer.Masked(), 1)
-	require.Contains(t, producer.Masked()[0], "layers")
-	require.Len(t, consumer.Masked(), 1)
-	require.Contains(t, consumer.Masked()[0], "place")
+	layers := connector.Info{Capabilities: connector.CanLayers}
+	for _, test := range []struct {
+		other  connector.Capability
+		role   connector.Role
+		masked int
+	}{
+		{0, connector.RoleBoth, 0}, {connector.CanPlan, connector.RoleBoth, 1}, {connector.CanPlan, connector.RoleProducer, 1}, {connector.CanPlan, connector.RoleConsumer, 0},
+	} {
+		children := []multiconnector.Child{
+			{Name: "A", Role: test.role, Info: layers},
+			{Name: "B", Role: connector.RoleBoth, Info: connector.Info{Capabilities: test.other}},
+		}
+		m, err := multiconnector.New("Multi", children)
+		require.NoError(t, err)
+		masked := children[0].Masked(m.Info())
+		require.Len(t, masked, test.masked)
+		require.Equal(t, test.role.Saves() && test.masked == 0, m.Info().Capabilities&connector.CanLayers != 0)
+		for _, text := range masked {
+			require.Contains(t, text, "layers: ")
+		}
+	}
+	require.Empty(t, (&multiconnector.Child{Role: connector.RoleBoth, Info: all}).Masked(all))
+	consumer := multiconnector.Child{Name: "A", Role: connector.RoleConsumer, Info: all}
+	m, err := multiconnector.New("Multi", []multiconnector.Child{consumer})
+	require.NoError(t, err)
+	masked := consumer.Masked(m.Info())
+	require.Len(t, masked, 1)
+	require.Contains(t, masked[0], "place: ")
 }

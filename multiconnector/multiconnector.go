@@ -50,12 +50,16 @@ func (c *Child) fetches() bool { return c.Info.MatchFetches && c.Role.Loads() }
 // reshapes reports whether the child can load from engines of other shapes.
 func (c *Child) reshapes() bool { return c.Info.Reshapes() && c.Role.Loads() }
 
-// powers are those of the child that the composite passes on.
+// powers are those of the child that the composite passes on, for its role.
 func (c *Child) powers() connector.Capability {
+	powers := c.Info.Capabilities & Powers
 	if !c.Role.Loads() {
-		return c.Info.Capabilities & Powers &^ connector.CanOverlap
+		powers &^= connector.CanOverlap
 	}
-	return c.Info.Capabilities & Powers
+	if !c.Role.Saves() {
+		powers &^= connector.CanLayers
+	}
+	return powers
 }
 
 // mayHave reports whether the child can be asked for a block: only one that keeps finished blocks can
@@ -65,21 +69,21 @@ func (c *Child) mayHave(b *connector.Block) bool {
 }
 
 // Powers are the optional interfaces that a composite passes on.
-const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLease | connector.CanReshape | connector.CanOverlap
+const Powers = connector.CanPlan | connector.CanHold | connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanLayers | connector.CanLease | connector.CanReshape | connector.CanOverlap
 
-// Masked lists the powers of the child that a composite does not pass on, each with what that costs.
+// Masked lists the powers of the child that the composite does not pass on, as its Info says, each with what that costs.
 // Powers that a child's role has no use for are left out.
-func (c *Child) Masked() []string {
+func (c *Child) Masked(composite connector.Info) []string {
 	var out []string
 	for _, m := range []struct {
 		power connector.Capability
 		used  bool
 		cost  string
 	}{
-		{connector.CanLayers, c.Role.Saves(), "blocks are saved when the step is computed"},
+		{connector.CanLayers, c.Role.Saves(), "another child decides about blocks that were computed, so all are saved when the step is"},
 		{connector.CanPlace, c.Role.Loads(), "each block is matched and loaded by a call of the plugin"},
 	} {
-		if c.Info.Capabilities&m.power != 0 && m.used {
+		if c.Info.Capabilities&^composite.Capabilities&m.power != 0 && m.used {
 			out = append(out, fmt.Sprintf("%v: %s", m.power, m.cost))
 		}
 	}
@@ -121,7 +125,7 @@ func (m *Multi) Info() connector.Info { return m.info }
 
 // Fold makes one Info of the children's:
 //
-//	capabilities   any: a power works as far as the children have it
+//	capabilities   any: a power works as far as the children have it; no layers beside a planner
 //	groups         all
 //	layouts        those that every child takes
 //	scope          the widest of the children that save, else the widest
@@ -165,10 +169,21 @@ func Fold(name string, children []Child) (connector.Info, error) {
 		}
 		info.Layouts = both
 	}
-	if info.Stats = foldStats(children); len(info.Stats) == 0 {
-		info.Capabilities &^= connector.CanStat
-	}
+	info.Stats = foldStats(children)
+	info.Capabilities &^= unused(&info)
 	return info, nil
+}
+
+// unused are powers of children that a composite has no use for: numbers that are not shown, and layers beside a planner, which decides
+// about what was computed.
+func unused(info *connector.Info) (powers connector.Capability) {
+	if len(info.Stats) == 0 {
+		powers |= connector.CanStat
+	}
+	if info.Capabilities&connector.CanPlan != 0 {
+		powers |= connector.CanLayers
+	}
+	return powers
 }
 
 // commonLayouts intersects two lists of which an empty one means any.

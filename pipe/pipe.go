@@ -106,6 +106,9 @@ type Peers struct {
 	// address at which the request's consumer listens, or "" if no trusted source has named one. It is
 	// called often.
 	Push func(r connector.RequestID) (address string)
+	// LayersToTarget makes a producer send the layers of a request to no subscriber but the one that has said that it listens where
+	// Push sends the request's blocks. Otherwise every subscriber gets the layers of all requests.
+	LayersToTarget bool
 	// Await makes a save wait until its blocks have been sent to the consumer, for at most Patience.
 	Await bool
 	// Pushed makes consumers listen, too, and accept blocks that they have not asked for. Every peer that

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/pipe"
 	"github.com/kvport/kvport/sdk/internal/peer"
 )
@@ -21,14 +22,14 @@ import (
 // has no blocks yet. If anything breaks (the connection, either process) or a buffer is full, the blocks
 // that were on their way are lost and are computed; the next request dials again. Any number of consumers
 // may ask any number of producers. If a producer's Peers.Push knows the consumer of a request, the producer
-// sends it the blocks as they are saved; the consumer asks for those that do not come. With d.LayerWise a
+// sends it the blocks as they are saved; the consumer asks for those that do not come. Loads go layer by layer (connector.LayerLoader). With d.LayerWise a
 // producer sends what it computes, layer by layer and while it computes, to the consumers that have
 // subscribed (Peers.Subscribe). With d.Stats, which must begin with [PeerStats], and with d.LayerWise
 // include [LayerStats], the connector reports numbers. Keys, ranks, groups and partial blocks are handled as by [FromStore]. Scope is
 // ScopeEngine, because other engines see a block only by ticket, or if they name this engine in their
 // config.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
-	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, connector.CanHold, false
+	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, connector.CanHold|connector.CanOverlap, false
 	if len(d.Stats) > 0 {
 		d.Capabilities |= connector.CanStat
 	}
@@ -166,9 +167,46 @@ func (w *pipeWorker) Load(ctx context.Context, t *connector.Transfer, kv *connec
 	return err
 }
 
+// LoadLayers implements connector.LayerLoader: it copies the digests of all blocks, and then one layer after the other. What it lacks
+// a block of it loads as Load does.
+func (w *pipeWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	items, _, partial, err := w.items(t, kv)
+	if err != nil || len(partial) > 0 || !w.env.Role.Loads() {
+		return w.Load(ctx, t, kv)
+	}
+	held, ok := w.Hold(items, t.Blocks, kv.Layout())
+	if !ok {
+		return w.Load(ctx, t, kv)
+	}
+	defer held.Release()
+	err = wire.Guard(w.log, "get", func() error { return held.Get(ctx, arrived) })
+	if err == nil && w.env.Rank == 0 {
+		w.Fetched(t.Ticket)
+	}
+	return err
+}
+
 // Save implements connector.Worker. It also sends the saved blocks to the consumer that the request names.
 func (w *pipeWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	err := w.storeWorker.Save(ctx, t, kv)
+	return w.save(ctx, t, t.Blocks, kv)
+}
+
+// SaveLayers implements connector.LayerWorker. It pushes each layer to the subscribers; where there are none, and of blocks for
+// which there is no room until others are stored, it waits for the last layer and saves as Save does.
+func (w *pipeWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	left, err := w.PushLayers(ctx, t, kv, progress)
+	if err != nil {
+		return fmt.Errorf("save: %w", err)
+	}
+	return w.save(ctx, t, left, kv)
+}
+
+// save stores what is left of a transfer, and then sends those of all its blocks that are stored to the consumer that the request
+// names.
+func (w *pipeWorker) save(ctx context.Context, t *connector.Transfer, left []connector.Block, kv *connector.KV) error {
+	rest := *t
+	rest.Blocks = left
+	err := w.storeWorker.Save(ctx, &rest, kv)
 	w.PushSaved(ctx, t)
 	return err
 }

@@ -22,6 +22,7 @@ type wires struct {
 	made      []pipe.Link
 	dials     int
 	refuse    bool
+	gate      chan struct{} // until it is closed, who dials receives nothing; nil: it is open
 }
 
 type wireListener struct {
@@ -52,10 +53,18 @@ func (w *wires) Dial(_ context.Context, address string) (pipe.Link, error) {
 		return pipe.Link{}, connector.ErrGone
 	}
 	there, back := newStrand(), newStrand()
+	back.gate = w.gate
 	a, b := pipe.Link{Out: there, In: back}, pipe.Link{Out: back, In: there}
 	w.made = append(w.made, a)
 	links <- b
 	return a, nil
+}
+
+// open lets who dials from now on receive.
+func (w *wires) open() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.gate = nil
 }
 
 func (w *wires) cut() {
@@ -95,6 +104,7 @@ type strand struct {
 	frames chan [2][]byte
 	once   sync.Once
 	closed chan struct{}
+	gate   chan struct{}
 }
 
 func newStrand() *strand {
@@ -115,6 +125,15 @@ func (w *strand) Send(ctx context.Context, header []byte, spans [][]byte) error 
 }
 
 func (w *strand) Recv(ctx context.Context, place pipe.Place) error {
+	if w.gate != nil {
+		select {
+		case <-w.gate:
+		case <-w.closed:
+			return pipe.ErrClosed
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 	select {
 	case f := <-w.frames:
 		spans, err := pipe.Ask(place, f[0], len(f[1]))
@@ -143,6 +162,19 @@ type peerEngine struct {
 
 func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pipe.Peers) *peerEngine {
 	t.Helper()
+	return w.engineOf(t, name, role, peers, []connector.Segment{{BlockStride: 64, Bytes: 64}})
+}
+
+// layered is an engine with three layers.
+func (w *wires) layered(t *testing.T, name string, role connector.Role, peers pipe.Peers) *peerEngine {
+	t.Helper()
+	return w.engineOf(t, name, role, peers, []connector.Segment{
+		{BlockStride: 64, Bytes: 16}, {Layer: 2, BlockStride: 64, Offset: 16, Bytes: 32}, {Layer: 1, BlockStride: 64, Offset: 48, Bytes: 16},
+	})
+}
+
+func (w *wires) engineOf(t *testing.T, name string, role connector.Role, peers pipe.Peers, segments []connector.Segment) *peerEngine {
+	t.Helper()
 	peers.Network = w
 	type config struct{}
 	stats := append(PeerStats(), LayerStats()...)
@@ -152,7 +184,7 @@ func (w *wires) engine(t *testing.T, name string, role connector.Role, peers pip
 	e := &peerEngine{T: t, memory: make([]byte, 512)}
 	layout := connector.Layout{
 		Blocks: 8, Groups: []connector.Group{{BlockTokens: 4, Policy: connector.PolicyAll}},
-		Segments: []connector.Segment{{BlockStride: 64, Bytes: 64}},
+		Segments: segments,
 	}
 	env := connector.Env{Engine: name, Epoch: 1, Role: role, World: 1, Layout: layout}
 	var err error

@@ -29,7 +29,7 @@ const MultiStoreConfig = `{"connectors": [
 const multiDepth = 4
 
 // shelfPowers are those of a child.
-const shelfPowers = connector.CanHold | connector.CanReset | connector.CanLease
+const shelfPowers = connector.CanHold | connector.CanReset | connector.CanLease | connector.CanLayers
 
 // MultiReference is a correct connector made of others: shelves in memory, one for each name.
 func MultiReference() connector.Plugin { return multiPlugin(multiKnobs{}) }

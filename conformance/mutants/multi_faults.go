@@ -51,6 +51,9 @@ func multiMutants() []Mutant {
 		{"swallows its children's renewals", "multi-renews", func() multiKnobs { return multiKnobs{joint: swallowsRenewals} }},
 		{"passes on the first child's renewals only", "multi-renews", func() multiKnobs { return multiKnobs{scheduler: firstRenews} }},
 		{"does not tell its children which holds are over", "multi-renews-no-more", func() multiKnobs { return multiKnobs{joint: tellsNoEnd} }},
+		{"saves layer by layer to the first child only", "multi-layers", func() multiKnobs { return multiKnobs{worker: layersToFirst} }},
+		{"answers before the last layer", "multi-layers", func() multiKnobs { return multiKnobs{jointWork: answersEarly} }},
+		{"saves what the engine has given up", "multi-layers-give-up", func() multiKnobs { return multiKnobs{jointWork: savesGivenUp} }},
 	} {
 		out = append(out, Mutant{
 			Name: m.name, Case: m.caseID, Config: MultiConfig, Plugin: func() connector.Plugin { return multiPlugin(m.knobs()) },
@@ -59,7 +62,44 @@ func multiMutants() []Mutant {
 	return append(out, Mutant{
 		Name: "does not name the shared store", Case: "multi-named", Config: MultiStoreConfig,
 		Plugin: func() connector.Plugin { return multiPlugin(multiKnobs{joint: namesNoStore}) },
+	}, Mutant{
+		Name: "saves whole blocks before their layers are computed", Case: "multi-layers", Config: MultiStoreConfig,
+		Plugin: func() connector.Plugin { return multiPlugin(multiKnobs{jointWork: savesAtOnce}) },
 	})
+}
+
+// layersToFirst has the other children wait for layers and forget them.
+func layersToFirst(i int, w connector.Worker) connector.Worker {
+	if i == 0 {
+		return w
+	}
+	return multiWorker{Worker: w, layers: func(c layerCall) error { return c.waitFor(c.layers()) }}
+}
+
+// answersEarly returns before the last layer.
+func answersEarly(w connector.Worker, _ []connector.Worker) connector.Worker {
+	return multiWorker{Worker: w, layers: func(c layerCall) error { return c.waitFor(c.layers() - 1) }}
+}
+
+// savesGivenUp saves whole blocks after layers did not come.
+func savesGivenUp(w connector.Worker, sides []connector.Worker) connector.Worker {
+	return multiWorker{Worker: w, layers: func(c layerCall) error {
+		err := layersOf(w, c)
+		if err != nil {
+			err = errors.Join(err, sides[len(sides)-1].Save(c.ctx, c.t, c.kv))
+		}
+		return err
+	}}
+}
+
+// savesAtOnce gives the last child whole blocks when the engine begins to compute them.
+func savesAtOnce(w connector.Worker, sides []connector.Worker) connector.Worker {
+	return multiWorker{Worker: w, layers: func(c layerCall) error {
+		if err := sides[len(sides)-1].Save(c.ctx, c.t, c.kv); err != nil {
+			return err
+		}
+		return layersOf(w, c)
+	}}
 }
 
 // namesNoStore leaves out of tickets what is in shared stores, which comes last.
@@ -233,6 +273,25 @@ func swapsTickets(s connector.Scheduler) connector.Scheduler {
 type multiWorker struct {
 	connector.Worker
 	load, save func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error
+	layers     func(layerCall) error
+}
+
+// SaveLayers implements connector.LayerWorker.
+func (w multiWorker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, p connector.Progress) error {
+	c := layerCall{call{ctx: ctx, t: t, kv: kv}, p}
+	if w.layers != nil {
+		return w.layers(c)
+	}
+	return layersOf(w.Worker, c)
+}
+
+// layersOf has a worker side save layer by layer.
+func layersOf(w connector.Worker, c layerCall) error {
+	side, ok := w.(connector.LayerWorker)
+	if !ok {
+		return connector.ErrIncompatible
+	}
+	return side.SaveLayers(c.ctx, c.t, c.kv, c.progress)
 }
 
 // Load implements connector.Worker.

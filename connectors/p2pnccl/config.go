@@ -45,6 +45,8 @@ type Config struct {
 	Routers    []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT"`
 	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
 	HTTPPort   int      `json:"http_port,omitempty"          jsonschema:"minimum=0,maximum=65535,description=the port of the engine's HTTP server; needed to register"`
+	Subscribe  []string `json:"subscribe,omitempty"          jsonschema:"description=addresses (kv_ip:kv_port) of prefill engines whose blocks a decode engine takes over while they are computed (layer by layer); those of its own requests or, where they have layers_to all, of all"`
+	LayersTo   string   `json:"layers_to,omitempty"          jsonschema:"default=target,enum=target,enum=all,description=who gets the layers of what a prefill engine computes. target: the decode engine that the request names, if it subscribes. all: every engine that subscribes."`
 	BufferSize int64    `json:"kv_buffer_size,omitempty"     jsonschema:"minimum=0,description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
 	PoolGB     float64  `json:"mem_pool_size_gb,omitempty"   jsonschema:"minimum=0,maximum=1048576,default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
 	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here; UCX goes by RDMA there."`
@@ -64,6 +66,9 @@ const (
 	putAsync = "PUT_ASYNC"
 	get      = "GET"
 )
+
+// toAll is the value of layers_to that is not its default.
+const toAll = "all"
 
 // trustNetwork is the one value of ucx_tcp.
 const trustNetwork = "trusted-network"
@@ -103,6 +108,11 @@ func (c *Config) validateWays() error {
 	for _, r := range c.Routers {
 		if host, _, err := net.SplitHostPort(r); err != nil || host == "" {
 			return bad("routers", "%q is not HOST:PORT", r)
+		}
+	}
+	for _, a := range c.Subscribe {
+		if host, _, err := net.SplitHostPort(a); err != nil || host == "" {
+			return bad("subscribe", "%q is not HOST:PORT", a)
 		}
 	}
 	for _, w := range c.Transports {

@@ -34,7 +34,7 @@ func Needs() connector.Needs {
 	}
 }
 
-// Stats lists the numbers that the connector shows in addition to sdk.PeerStats.
+// Stats lists the numbers that the connector shows in addition to sdk.PeerStats and sdk.LayerStats.
 func Stats() []connector.StatInfo {
 	counter := func(name, help string, labels ...string) connector.StatInfo {
 		return connector.StatInfo{Name: name, Help: help, Kind: connector.Counter, Labels: labels}
@@ -76,7 +76,7 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 		life.begin = append(life.begin, func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) })
 	}
 	peers := pipe.Peers{
-		Network: life, Bytes: c.buffer(log), Spill: c.spill(), Patience: c.timeout(), Close: life.close,
+		Network: life, Subscribe: c.Subscribe, LayersToTarget: c.LayersTo != toAll, Bytes: c.buffer(log), Spill: c.spill(), Patience: c.timeout(), Close: life.close,
 		Await: c.SendType == put, Pushed: env.Role.Loads() && (c.SendType != get || len(registrars) > 0), // who registers has to listen
 		Find: func(id connector.RequestID) []string {
 			if a := ids.read(id).prefill; a != "" {

@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -31,7 +32,7 @@ import (
 )
 
 func plugin() connector.Plugin {
-	return sdk.FromPipe(sdk.Definition{Name: "P2pNcclConnector", Version: "1", Groups: true, Stats: append(sdk.PeerStats(), Stats()...)}, Open)
+	return sdk.FromPipe(sdk.Definition{Name: "P2pNcclConnector", Version: "1", Groups: true, LayerWise: true, Stats: slices.Concat(sdk.PeerStats(), sdk.LayerStats(), Stats())}, Open)
 }
 
 func TestMain(m *testing.M) {
@@ -61,7 +62,7 @@ func TestConformance(t *testing.T) {
 				t.Skip("one transport with -short, which the race stage uses; make test runs all")
 			}
 			config := json.RawMessage(fmt.Sprintf(`{"transports":[%q],"kv_buffer_size":"16777216","mem_pool_size_gb":"0.25"}`, transport))
-			conformance.Run(t, conformance.Wire(plugin(), config), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups)
+			conformance.Run(t, conformance.Wire(plugin(), config), conformance.Pipe, conformance.Store, conformance.MultiRank, conformance.Groups, conformance.LayerWise)
 		})
 	}
 }
@@ -258,6 +259,24 @@ func TestRequestIDs(t *testing.T) {
 	require.LessOrEqual(t, len(r.known), maxIDs)
 }
 
+// Layers go to the engine that a request names unless the config says otherwise; no id names one where blocks are asked for.
+func TestLayersTo(t *testing.T) {
+	key := bytes.Repeat([]byte("k"), 32)
+	signed := connector.RequestID(text + "_" + ticket.SignText(key, ticket.RequestIDText, text))
+	for config, want := range map[string]struct{ toTarget, named bool }{
+		`{}`: {true, true}, `{"layers_to":"target"}`: {true, true}, `{"layers_to":"all"}`: {false, true}, `{"send_type":"GET"}`: {true, false},
+	} {
+		c, err := sdk.DecodeConfig[Config](json.RawMessage(config))
+		require.NoError(t, err)
+		c.Transports = []string{"tcp"}
+		peers, err := Open(t.Context(), connector.Env{Role: connector.RoleProducer, LinkKey: key, RouterKey: key}, c)
+		require.NoError(t, err)
+		require.Equal(t, want.toTarget, peers.LayersToTarget, config)
+		require.Equal(t, want.named, peers.Push != nil && peers.Push(signed) != "", config)
+		require.NoError(t, peers.Close())
+	}
+}
+
 func FuzzRequestID(f *testing.F) {
 	key := bytes.Repeat([]byte("k"), 32)
 	f.Add(text)
@@ -325,9 +344,9 @@ func TestRegister(t *testing.T) {
 
 func TestConfig(t *testing.T) {
 	for field, config := range map[string]string{
-		"send_type": `{"send_type":"PUSH"}`, "kv_port": `{"kv_port":70000}`, "key_file": `{"kv_ip":"0.0.0.0"}`, "kv_buffer_size": `{"kv_buffer_size":-1}`,
+		"send_type": `{"send_type":"PUSH"}`, "kv_port": `{"kv_port":70000}`, "subscribe": `{"subscribe":["10.0.0.1"]}`, "key_file": `{"kv_ip":"0.0.0.0"}`, "kv_buffer_size": `{"kv_buffer_size":-1}`,
 		"http_port": `{"proxy_port":1,"proxy_ip":"127.0.0.1"}`, "routers": `{"routers":["nowhere"],"http_port":1}`, "proxy_ip": `{"proxy_ip":"127.0.0.1"}`, "transports": `{"transports":["pigeon"]}`,
-		"mem_pool_size_gb": `{"mem_pool_size_gb":"much"}`, "peer_timeout_ms": `{"peer_timeout_ms":1}`, "ucx_tcp": `{"ucx_tcp":"yes"}`,
+		"mem_pool_size_gb": `{"mem_pool_size_gb":"much"}`, "peer_timeout_ms": `{"peer_timeout_ms":1}`, "layers_to": `{"layers_to":"some"}`, "ucx_tcp": `{"ucx_tcp":"yes"}`,
 		"register_group": `{"register_group":"a"}`,
 	} {
 		_, err := sdk.DecodeConfig[Config](json.RawMessage(config))

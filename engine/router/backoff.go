@@ -59,6 +59,9 @@ func (c *call) nextChoice(ctx context.Context, params *json.RawMessage, first bo
 	if at, ok = c.choose(ctx, params); !ok {
 		at, ok = c.awaitChoice(ctx, params)
 	}
+	if !ok && c.askAgain() {
+		at, ok = c.awaitChoice(ctx, params)
+	}
 	if ok && !first {
 		c.router.metrics.retries.WithLabelValues(decode.String()).Inc()
 	}

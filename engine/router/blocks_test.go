@@ -242,6 +242,28 @@ func TestEventsOfOtherTenants(t *testing.T) {
 	}
 }
 
+// Whether an instance is asked for the tokens of a text says nothing of what other tenants have sent.
+func TestTokensAreRememberedForOneTenant(t *testing.T) {
+	a := serveSource(t, true)
+	f := following(t, Config{}, a)
+	a.has("in the beginning there was nothing")
+	f.knows(t, 8)
+	for _, tt := range []struct {
+		key, salt string
+		asked     int
+	}{{"", "", 1}, {"", "", 0}, {"", "s", 1}, {"", "s", 0}, {"Bearer alice", "", 1}, {"Bearer alice", "", 0}, {"Bearer bob", "", 1}, {"Bearer bob", "s", 1}} {
+		body, err := parse([]byte(`{"prompt": "in the beginning", "cache_salt": "` + tt.salt + `"}`))
+		require.NoError(t, err)
+		c := &call{router: f.router, body: body, header: http.Header{"Content-Type": {"application/json"}}}
+		if tt.key != "" {
+			c.header.Set("Authorization", tt.key)
+		}
+		before := a.questions()
+		f.router.pool.blocks.held(t.Context(), c)
+		require.Equal(t, tt.asked, a.questions()-before, tt)
+	}
+}
+
 // The medium and the locality of an event say in which scope a block is. What lies in a remote store by itself, from the first
 // token on, counts for all that load from there.
 func TestEventsSayScopes(t *testing.T) {

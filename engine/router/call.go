@@ -52,6 +52,8 @@ type call struct {
 	costly  bool            // an instance may have worked on the last attempt that failed
 	waited  bool            // for decode instances that were full or busy
 	busy    bool            // the last instance that was asked has said when to come back
+	unheard *target         // a decode instance that has closed the connection without a word, not asked again yet
+	again   bool            // it was
 }
 
 // answer is a whole answer of an instance.
@@ -111,6 +113,23 @@ func (c *call) run(ctx context.Context) outcome {
 		}
 	}
 	return c.giveUp(ctx, last)
+}
+
+// askAgain gives an instance that has closed the connection a second chance, if no other is left. One that has as many connections
+// as it may closes one on which no request has come yet, and this request may just have been on its way there. The transport tries
+// again only where a connection was used before.
+func (c *call) askAgain() bool {
+	if c.unheard == nil || c.again {
+		return false
+	}
+	c.again = true
+	delete(c.failed, c.unheard.index)
+	return true
+}
+
+// closed reports whether an instance has closed the connection without a word.
+func closed(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 }
 
 // recall finds what is remembered of the conversation, for a request that needs a ticket.
@@ -324,6 +343,9 @@ func (c *call) decode(ctx context.Context, d target, params json.RawMessage) (re
 	resp, err := c.send(ctx, d, body)
 	if err != nil {
 		c.blame(ctx, d, t.why(err))
+		if closed(err) {
+			c.unheard = &d
+		}
 		return attempt{free: unsent(err) && errors.Is(err, syscall.ECONNREFUSED)}, !unsent(err)
 	}
 	defer resp.Body.Close()

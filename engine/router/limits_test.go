@@ -114,12 +114,37 @@ func TestSilentPrefill(t *testing.T) {
 	require.Contains(t, log.String(), "instance kept silent for 3s")
 }
 
+// An instance that closes one connection for another is asked again, and no other way of failing is.
+func TestOneClosedConnection(t *testing.T) {
+	for name, tt := range map[string]struct {
+		fault  http.HandlerFunc
+		status int
+	}{
+		"reset": {reset(""), 200}, "cut": {reset("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"), 502}, "500": {code(500), 500},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := serveInstance(t, tokens, tt.fault)
+			f := serveRouter(t, Config{Decode: urls(d)})
+			resp, text := post(t, f.URL+"/v1/completions", doc)
+			require.Equal(t, tt.status, resp.StatusCode, text)
+			if tt.status == 200 {
+				require.Len(t, d.requests(), 2)
+				require.Equal(t, string(d.requests()[0].body["prompt"]), string(d.requests()[1].body["prompt"]))
+			} else {
+				require.Len(t, d.requests(), 1)
+			}
+		})
+	}
+}
+
 // Instances that break before they answer are told from those that are not there.
 func TestBrokenDecode(t *testing.T) {
-	f := serveRouter(t, Config{Decode: urls(serveInstance(t, reset("")))})
+	broken := serveInstance(t, reset(""))
+	f := serveRouter(t, Config{Decode: urls(broken)})
 	resp, text := post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 502, resp.StatusCode)
 	require.Contains(t, text, `"upstream_error"`)
+	require.Len(t, broken.requests(), 2)
 	f = serveRouter(t, Config{Decode: []string{refusing(t)}})
 	resp, _ = post(t, f.URL+"/v1/completions", doc)
 	require.Equal(t, 503, resp.StatusCode)

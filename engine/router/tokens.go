@@ -12,6 +12,7 @@ import (
 	"math"
 	"net/http"
 	"net/url"
+	"slices"
 	"sync"
 	"time"
 )
@@ -79,12 +80,12 @@ func (t *promptTokens) of(ctx context.Context, c *call, helper target) []int32 {
 		return nil
 	}
 	body := question.encode()
-	hash := maphash.Bytes(t.seed, body)
+	hash := maphash.Bytes(t.seed, slices.Concat(body, c.within(c.body.scope()))) // whether somebody is asked says nothing about other tenants
 	if ids = t.recall(hash); ids != nil {
 		t.metrics.tokenize.WithLabelValues("remembered").Inc()
 		return ids
 	}
-	asked := maphash.Bytes(t.seed, append(body, c.header.Get("Authorization")...)) // another key may get another answer
+	asked := maphash.Bytes(t.seed, slices.Concat(body, []byte(c.header.Get("Authorization")))) // another key may get another answer
 	if helper.url == nil || t.rests(asked) {
 		return nil
 	}

@@ -52,6 +52,7 @@ type limits struct {
 	finish time.Duration // a holder's ticket
 	reset  time.Duration
 	pages  time.Duration // a put or get of pages, at most
+	doubt  time.Duration // a page that could not be loaded is hidden
 	tick   time.Duration // between looks at the connector's state
 	stats  time.Duration // between counters to the scheduler
 	drain  time.Duration // at the end
@@ -63,7 +64,7 @@ type limits struct {
 func defaultLimits() limits {
 	return limits{
 		attach: 10 * time.Second, alone: 30 * time.Second, write: time.Minute, finish: time.Second,
-		reset: 30 * time.Second, pages: 10 * time.Minute, tick: 100 * time.Millisecond, stats: time.Second, drain: 10 * time.Second,
+		reset: 30 * time.Second, pages: 10 * time.Minute, doubt: time.Minute, tick: 100 * time.Millisecond, stats: time.Second, drain: 10 * time.Second,
 		queue: 64 << 20, conns: 1 << 12, uid: os.Getuid(),
 	}
 }

@@ -90,7 +90,7 @@ func (s *server) handle(c *conn, call *kvportv1.AgentCall, file *os.File, first 
 	case *kvportv1.AgentCall_Match:
 		return s.match(c, call.GetId(), m.Match)
 	case *kvportv1.AgentCall_Step:
-		return s.step(m.Step)
+		return s.step(m.Step, call.GetLayerWise())
 	case *kvportv1.AgentCall_Finish:
 		return s.finish(c, call.GetId(), m.Finish)
 	case *kvportv1.AgentCall_Reset_:
@@ -258,20 +258,24 @@ func (s *server) match(c *conn, id uint64, m *kvportv1.Query) error {
 	return nil
 }
 
-// step hands over what the engine decided and computed.
-func (s *server) step(m *kvportv1.Step) error {
+// step hands over what the engine decided and computed. The ranks wait for the loads of some requests layer by layer.
+func (s *server) step(m *kvportv1.Step, layerWise []string) error {
 	step, err := wire.StepFromProto(m)
+	if err != nil {
+		return err
+	}
+	loads, err := chosen(step, layerWise)
 	if err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.hand(step)
+	return s.hand(step, loads)
 }
 
-// hand gives a step to the connector. The caller holds mu, so that the connector is not closed before
-// it has it.
-func (s *server) hand(step *connector.Step) error {
+// hand gives a step to the connector, and says for which of its loads the ranks wait layer by layer. The caller holds mu,
+// so that the connector is not closed before it has it.
+func (s *server) hand(step *connector.Step, layerWise map[connector.RequestID]bool) error {
 	s.last = max(s.last, step.ID)
 	h := s.session
 	if h == nil {
@@ -284,7 +288,7 @@ func (s *server) hand(step *connector.Step) error {
 	s.used = true
 	h.keys.remember(step)
 	h.keys.step(step)
-	h.expect(step)
+	h.expect(step, layerWise)
 	h.host.Step(step)
 	return nil
 }
@@ -315,7 +319,7 @@ func (s *server) finish(c *conn, id uint64, m *kvportv1.Ended) error {
 			h.tickets[e.Request] = later
 		}
 	}
-	if err := s.hand(&connector.Step{ID: s.last, Ended: []connector.Ended{e}}); err != nil {
+	if err := s.hand(&connector.Step{ID: s.last, Ended: []connector.Ended{e}}, nil); err != nil {
 		return err
 	}
 	if later == nil {

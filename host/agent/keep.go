@@ -144,7 +144,7 @@ func (s *server) open(ctx context.Context, eng *host.Engine, first *rankAttach) 
 	}
 	transfer := *s.cfg.Transfer
 	transfer.Settings.Deadlines.Match = max(transfer.Settings.Deadlines.Match, patience)
-	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce, Landed: s.landed}
+	opts := host.Options{PluginPath: s.cfg.PluginPath, Log: s.log, Metrics: s.ledger, Started: s.announce, Landed: s.landed, Overlap: s.layerWise}
 	keys := newKeyring(connector.KeySpace{Model: eng.Model, Secret: secret}, first.hashes)
 	var reports chan host.BlockReport
 	if first.events {

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -47,5 +48,25 @@ func TestLostSave(t *testing.T) {
 		e := eventToProto(&host.Event{Kind: kind, Request: "r", Step: 7, Lost: true, Blocks: []connector.BlockID{1}}).GetEvent()
 		require.Equal(t, lost, e.GetKind())
 		require.Equal(t, held, e.GetHeld())
+	}
+}
+
+// An agent that has no memory left for gets ends, so that the engine starts another one: it would answer every get late.
+func TestPagesLost(t *testing.T) {
+	dir, err := os.MkdirTemp("", "p") //nolint:usetesting // the name of a socket must be short
+	require.NoError(t, err)
+	park, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, "park.sock"), Net: "unix"})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, errors.Join(park.Close(), os.RemoveAll(dir))) })
+	p := attachPager(t, open(t, fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both",
+		"kv_connector_extra_config": {"dir": %q, "fault": "hide_fence", "at": 1, "once": true},
+		"kvport": {"trust": "in-place", "heartbeat": {"limit": "1m"}, "deadlines": {"fence": "300ms", "transfer": "5m"}}}`, dir), nil).socket, pagesAt())
+	hs := hashes("a", pagesAt().Pages/2)
+	require.Equal(t, all(len(hs), pageDone), p.put(hs, 0))
+	p.begin(true, hs, 0, time.Minute)
+	select {
+	case <-p.over:
+	case <-time.After(time.Minute):
+		require.Fail(t, "the agent goes on without memory for gets")
 	}
 }

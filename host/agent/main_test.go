@@ -31,7 +31,7 @@ import (
 	"github.com/kvport/kvport/verify/testkit"
 )
 
-// bin holds kvport, the plugin of shared storage and the one of package host's own tests.
+// bin holds kvport, the plugin of shared storage and those of the tests of packages host and engine.
 var bin string
 
 func TestMain(m *testing.M) { os.Exit(withBinaries(m)) }
@@ -46,7 +46,9 @@ func withBinaries(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	bin = dir
-	for name, pkg := range map[string]string{"kvport-sharedstorage": "plugins/sharedstorage", "kvport-test": "host/testdata/plugin", "kvport": "cmd/kvport"} {
+	for name, pkg := range map[string]string{
+		"kvport-sharedstorage": "plugins/sharedstorage", "kvport-test": "host/testdata/plugin", "kvport-hold": "engine/testdata/plugin", "kvport": "cmd/kvport",
+	} {
 		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), "github.com/kvport/kvport/"+pkg).CombinedOutput(); err != nil {
 			panic(fmt.Sprintf("build %s: %v\n%s", pkg, err, out))
 		}
@@ -471,6 +473,7 @@ const (
 	saved         = kvportv1.AgentEventKind_AGENT_EVENT_KIND_SAVED
 	finishedEvent = kvportv1.AgentEventKind_AGENT_EVENT_KIND_FINISHED
 	lost          = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LOST
+	layersEvent   = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LAYERS
 )
 
 // save stores blocks that rank 0 has computed.

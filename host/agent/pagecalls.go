@@ -238,10 +238,11 @@ func (t *pageTask) offsets(page, segments int) []int64 {
 	return t.Offsets[page*segments : (page+1)*segments]
 }
 
-// exists counts the leading pages that the connector has.
+// exists counts the leading pages that the connector has, up to the first that is hidden (rule PAGES-07).
 func (p *pageStore) exists(ctx context.Context, keys []connector.BlockKey) (n int, late bool) {
 	began := time.Now()
 	n, late = p.ask(ctx, keys)
+	n = min(n, p.doubt.before(keys))
 	p.s.pages.seconds.WithLabelValues("exists").Observe(time.Since(began).Seconds())
 	p.s.pages.pages.WithLabelValues("exists", "done").Add(float64(n))
 	rest := "failed"
@@ -259,7 +260,7 @@ func (p *pageStore) ask(ctx context.Context, keys []connector.BlockKey) (n int, 
 		case !ok:
 			return 0, true
 		case !m.Later:
-			return m.Tokens / p.Tokens, false
+			return min(m.Tokens/p.Tokens, len(keys)), false // the question has one token more than its pages
 		}
 		select {
 		case <-ctx.Done():
@@ -326,7 +327,7 @@ func (p *pageStore) put(ctx context.Context, t *pageTask) {
 		if !p.wait(ctx, m) {
 			break
 		}
-		p.judge(m, keys, t.results[at:])
+		p.judge(m, t.results[at:])
 		m.release()
 		at += n
 	}
@@ -335,7 +336,7 @@ func (p *pageStore) put(ctx context.Context, t *pageTask) {
 
 // known is how many leading pages need not be stored again.
 func (p *pageStore) known(ctx context.Context, keys []connector.BlockKey) int {
-	if !p.certain(keys) {
+	if !p.doubt.certain(keys) {
 		return 0
 	}
 	ctx, cancel := context.WithTimeout(ctx, knownPatience)
@@ -356,25 +357,15 @@ func (t *pageTask) gone() {
 	}
 }
 
-// judge gives the results of a move that is over, and says which pages are right.
-func (p *pageStore) judge(m *pageMove, keys []connector.BlockKey, results []kvportv1.AgentPageResult) []bool {
-	none := m.event.Lost || m.event.Unverified
-	failed := make(map[connector.BlockID]bool, len(m.event.Failed))
-	for _, b := range m.event.Failed {
-		failed[b] = true
-	}
-	right := make([]bool, len(keys))
-	var good, bad []connector.BlockKey
-	for i, key := range keys {
-		right[i] = !none && !failed[m.blocks[i]]
-		if right[i] {
-			results[i], good = pageDone, append(good, key)
-		} else {
-			results[i], bad = pageFailed, append(bad, key)
+// judge gives the results of a move that is over.
+func (p *pageStore) judge(m *pageMove, results []kvportv1.AgentPageResult) {
+	for i, ok := range m.right {
+		results[i] = pageFailed
+		if ok {
+			results[i] = pageDone
 		}
 	}
-	p.learn(good, bad)
-	return right
+	p.learn(m)
 }
 
 // get loads pages. What was verified is copied to the engine's memory, unless the call is over by then (rules
@@ -391,8 +382,8 @@ func (p *pageStore) get(ctx context.Context, t *pageTask) {
 			break
 		}
 		results := t.results[at : at+len(keys)]
-		right := p.judge(m, keys, results)
-		for i, ok := range right {
+		p.judge(m, results)
+		for i, ok := range m.right {
 			if ok {
 				results[i] = p.deliver(ctx, t, at+i, m.blocks[i])
 			}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -23,11 +22,12 @@ const (
 	pageAlign = 4096
 	// pageCalls are how many calls of one engine may be under way, and how many questions.
 	pageCalls = 64
-	// maxDoubtful bounds the pages of which the store is known to have nothing usable.
-	maxDoubtful = 1 << 16
 )
 
-var errMemory = errors.New("the engine's memory is smaller than it was")
+var (
+	errMemory = errors.New("the engine's memory is smaller than it was")
+	errLost   = errors.New("no memory is left for pages: somebody that a dead plugin left behind may write all of it")
+)
 
 // pageStore serves an engine that moves pages between its own memory and a store, and schedules itself. To the
 // host it is an engine whose cache is the agent's own memory: a put is copied there and saved, a get is loaded
@@ -43,6 +43,7 @@ type pageStore struct {
 	asking chan struct{}  // questions on their way to the connector
 	puts   slots
 	gets   slots
+	doubt  *doubt
 
 	mu       sync.Mutex // guards all below; the server's mu may be held when it is taken, not the other way round
 	closed   bool
@@ -50,9 +51,8 @@ type pageStore struct {
 	memory   map[int]*pageMemory           // of the engine
 	moves    map[connector.RequestID]*pageMove
 	next     uint64
-	lost     int
-	doubtful map[connector.BlockKey]struct{} // pages of which the store had nothing usable, until they are stored again
-	doubted  bool                            // there were more than are remembered
+	lostPuts int
+	lostGets int
 }
 
 // newPageStore makes the agent's memory for an engine's pages. Its errors wrap connector.ErrIncompatible where
@@ -73,7 +73,7 @@ func newPageStore(s *server, a *wire.AttachPages) (*pageStore, connector.Layout,
 	p := &pageStore{
 		AttachPages: a, s: s, region: region, stride: stride, asking: make(chan struct{}, pageCalls),
 		running: map[uint64]context.CancelFunc{}, memory: map[int]*pageMemory{}, moves: map[connector.RequestID]*pageMove{},
-		doubtful: map[connector.BlockKey]struct{}{},
+		doubt: newDoubt(s.limits.doubt),
 	}
 	half := a.Pages / 2
 	p.puts, p.gets = newSlots(0, half), newSlots(half, a.Pages)
@@ -260,11 +260,26 @@ func (s slots) give(blocks []connector.BlockID) {
 // pageMove is a save or load of some pages between the agent's memory and the connector.
 type pageMove struct {
 	request connector.RequestID
+	load    bool
+	keys    []connector.BlockKey
 	blocks  []connector.BlockID
 	free    slots
 	left    bool          // nobody waits for it: its memory is free when it is over
 	over    chan struct{} // closed then
-	event   host.Event    // its end; the zero one if no connector was open
+	event   host.Event    // its end
+	right   []bool        // then: which pages are stored, or loaded and verified
+}
+
+// end notes how a move has ended. Then its memory is used for something else, and over is closed.
+func (m *pageMove) end(e host.Event) {
+	failed := make(map[connector.BlockID]bool, len(e.Failed))
+	for _, b := range e.Failed {
+		failed[b] = true
+	}
+	m.event, m.right = e, make([]bool, len(m.blocks))
+	for i, b := range m.blocks {
+		m.right[i] = !e.Lost && !e.Unverified && !failed[b]
+	}
 }
 
 // release gives a move's memory back.
@@ -275,7 +290,7 @@ func (m *pageMove) release() {
 
 // start hands a save or load of some pages to the connector.
 func (p *pageStore) start(load bool, keys []connector.BlockKey, blocks []connector.BlockID) *pageMove {
-	m := &pageMove{blocks: blocks, free: p.puts, over: make(chan struct{})}
+	m := &pageMove{load: load, keys: keys, blocks: blocks, free: p.puts, over: make(chan struct{})}
 	if load {
 		m.free = p.gets
 	}
@@ -283,7 +298,7 @@ func (p *pageStore) start(load bool, keys []connector.BlockKey, blocks []connect
 	defer p.s.mu.Unlock()
 	o := p.s.session
 	if o == nil || o.pages != p {
-		m.event.Failed = blocks
+		m.end(host.Event{Failed: blocks, Err: connector.ErrGone})
 		close(m.over)
 		return m
 	}
@@ -293,7 +308,7 @@ func (p *pageStore) start(load bool, keys []connector.BlockKey, blocks []connect
 	m.request = connector.RequestID("pages-" + strconv.FormatUint(id, 10))
 	p.moves[m.request] = m
 	p.mu.Unlock()
-	t := connector.Transfer{Request: m.request, Tokens: len(blocks) * p.Tokens}
+	t := connector.Transfer{Request: m.request, Tokens: len(blocks) * p.Tokens, Replace: !load && p.doubt.any(keys)}
 	for i, b := range blocks {
 		t.Blocks = append(t.Blocks, connector.Block{ID: b, Key: o.keys.of(keys[i])})
 	}
@@ -357,43 +372,47 @@ func (p *pageStore) take(e *host.Event) {
 	m := p.moves[e.Request]
 	delete(p.moves, e.Request)
 	if m != nil {
+		m.end(*e)
+		if m.left && m.load { // nobody else does
+			p.learn(m)
+		}
 		switch {
 		case e.Lost: // somebody may write there for ever
-			p.lost += len(m.blocks)
-			p.s.pages.lost.Set(float64(p.lost))
-			m.blocks = nil
+			p.lose(m)
 		case m.left:
 			m.release()
 		}
-		m.event = *e
 		close(m.over)
 	}
 	p.mu.Unlock()
 	p.tell(&connector.Step{Ended: []connector.Ended{{Request: e.Request, Reason: connector.ReasonStop}}})
 }
 
-// learn notes which pages the store has and which not: the next put of one that it does not give is not left out.
-func (p *pageStore) learn(good, bad []connector.BlockKey) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.doubtful)+len(bad) > maxDoubtful { // some are forgotten, and everything is in doubt
-		p.doubted = true
-		clear(p.doubtful)
+// lose gives up a move's memory. Where none is left for puts or for gets, the agent ends, and the engine starts another with new memory.
+// The caller holds mu.
+func (p *pageStore) lose(m *pageMove) {
+	lost := &p.lostPuts
+	if m.load {
+		lost = &p.lostGets
 	}
-	for _, k := range bad {
-		p.doubtful[k] = struct{}{}
-	}
-	for _, k := range good {
-		delete(p.doubtful, k)
+	*lost += len(m.blocks)
+	m.blocks = nil
+	p.s.pages.lost.Set(float64(p.lostPuts + p.lostGets))
+	if *lost >= cap(m.free) {
+		p.s.stop(errLost)
 	}
 }
 
-// certain says whether what the connector says it has of these pages may be believed.
-func (p *pageStore) certain(keys []connector.BlockKey) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return !p.doubted && !slices.ContainsFunc(keys, func(k connector.BlockKey) bool {
-		_, doubtful := p.doubtful[k]
-		return doubtful
-	})
+// learn notes what the end of a move shows of the store. Pages that a plugin takes with it when it dies, and those that are
+// known to be missing, are not hidden.
+func (p *pageStore) learn(m *pageMove) {
+	var good, bad []connector.BlockKey
+	for i, key := range m.keys {
+		if m.right[i] {
+			good = append(good, key)
+		} else {
+			bad = append(bad, key)
+		}
+	}
+	p.doubt.learn(good, bad, m.load && (m.left || m.event.Replace || !errors.Is(m.event.Err, connector.ErrGone)))
 }

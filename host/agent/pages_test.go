@@ -371,6 +371,18 @@ func TestPagesLie(t *testing.T) {
 	p.counts("kvport_integrity_failures_total", 10)
 }
 
+// No answer of a plugin is more pages than were asked for. A page of one token is a question's last token as well.
+func TestPagesMoreThanAsked(t *testing.T) {
+	a := pagesAt()
+	a.Tokens = 1
+	p := attachPager(t, open(t, faulty(t.TempDir(), "all", 1), nil).socket, a)
+	hs := hashes("a", 10)
+	n, late := p.exists(hs)
+	require.Equal(t, 10, n)
+	require.False(t, late)
+	require.Equal(t, all(10, pageDone), p.put(hs, 0))
+}
+
 // A plugin that is killed costs at most what it was doing.
 func TestPagesPluginKilled(t *testing.T) {
 	p := attachPager(t, open(t, config(t.TempDir(), nil), nil).socket, pagesAt())

@@ -151,9 +151,11 @@ func TestGarbage(t *testing.T) {
 		"other group": {Call: &kvportv1.AgentCall_Step{Step: wire.StepToProto(&connector.Step{Ended: []connector.Ended{{
 			Request: "r", Reason: connector.ReasonStop, Blocks: []connector.Block{{Group: 1}},
 		}}})}},
-		"attach again":   attachCall(&wire.Attach{Side: kvportv1.Side_SIDE_SCHEDULER, Engine: "e"}),
-		"finish outside": {Call: &kvportv1.AgentCall_Finish{Finish: wire.EndToProto(&connector.Ended{Request: "r", Reason: 1, Blocks: outside.Blocks})}},
-		"no call":        {},
+		"attach again":      attachCall(&wire.Attach{Side: kvportv1.Side_SIDE_SCHEDULER, Engine: "e"}),
+		"finish outside":    {Call: &kvportv1.AgentCall_Finish{Finish: wire.EndToProto(&connector.Ended{Request: "r", Reason: 1, Blocks: outside.Blocks})}},
+		"layers of no load": {LayerWise: []string{"q"}, Call: &kvportv1.AgentCall_Step{Step: wire.StepToProto(&connector.Step{Computed: []connector.Transfer{transfer("q", hs, 0)}})}},
+		"layers of a match": {LayerWise: []string{"q"}, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "q"}}},
+		"no call":           {},
 	} {
 		s := scheduler(t, o.socket)
 		s.post(c, nil)

@@ -66,6 +66,10 @@ func (o *session) forward() {
 		if e.Kind == host.Stored {
 			continue // the engine's processes wait for Saved or the ticket
 		}
+		if e.Kind == host.Arriving {
+			o.passLayers(&e)
+			continue
+		}
 		o.s.mu.Lock()
 		if e.Kind == host.Finished {
 			if answer := o.tickets[e.Request]; answer != nil {
@@ -95,9 +99,13 @@ func (s *server) tellEvent(e *host.Event) {
 	if s.sched != nil && s.sched.joined {
 		s.sched.send(m)
 	}
-	if e.Kind != host.Loaded {
-		return
+	if e.Kind == host.Loaded {
+		s.tellRanks(m)
 	}
+}
+
+// tellRanks sends a message to all ranks. The caller holds mu.
+func (s *server) tellRanks(m *kvportv1.AgentAnswer) {
 	for _, seat := range s.seats {
 		if seat.conn.joined {
 			seat.conn.send(m)
@@ -286,38 +294,4 @@ func blocksAnswer(gap bool, events []connector.BlockEvent) *kvportv1.AgentAnswer
 	return &kvportv1.AgentAnswer{Result: &kvportv1.AgentAnswer_Blocks{Blocks: &kvportv1.AgentBlocks{
 		Gap: gap, Events: wire.BlockEventsToProto(events),
 	}}}
-}
-
-// arrival is a load on its way. Its bytes are in the cache before their digests are checked: an engine
-// that can take back what it computes on them need not wait for that.
-type arrival struct {
-	step  uint64
-	ranks int // whose bytes are not there yet
-}
-
-// expect notes the loads of a step. The caller holds the server's mu.
-func (o *session) expect(step *connector.Step) {
-	for i := range step.Admitted {
-		o.arriving[step.Admitted[i].Request] = &arrival{step.ID, o.ranks}
-	}
-}
-
-// landed is told that the bytes of a load have arrived on a rank, and tells the ranks when they have on
-// all.
-func (s *server) landed(request connector.RequestID, _ int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.session == nil || s.session.arriving[request] == nil {
-		return
-	}
-	a := s.session.arriving[request]
-	if a.ranks--; a.ranks > 0 {
-		return
-	}
-	m := &kvportv1.AgentEvent{Kind: kvportv1.AgentEventKind_AGENT_EVENT_KIND_LANDED, Request: string(request), Step: a.step}
-	for _, seat := range s.seats {
-		if seat.conn.joined {
-			seat.conn.send(&kvportv1.AgentAnswer{Result: &kvportv1.AgentAnswer_Event{Event: m}})
-		}
-	}
 }

@@ -1,6 +1,7 @@
 package shm
 
 import (
+	"runtime"
 	"testing"
 	"time"
 
@@ -18,6 +19,8 @@ func faults(tb testing.TB) int64 {
 
 // Warm maps what the owner has allocated, follows the owner, allocates nothing itself, and ends with Close.
 func TestWarm(t *testing.T) {
+	runtime.LockOSThread() // whose faults are counted
+	defer runtime.UnlockOSThread()
 	const size = 2*warmStep + 5000
 	file, err := Reserve("test")
 	require.NoError(t, err)

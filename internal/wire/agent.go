@@ -89,6 +89,9 @@ func AgentCallFromFrame(frame []byte) (*kvportv1.AgentCall, error) {
 	if _, step := m.GetCall().(*kvportv1.AgentCall_Step); step != (m.GetId() == 0) {
 		return nil, malformed("a %T has id %d: a step has none, every other call has one", m.GetCall(), m.GetId())
 	}
+	if len(m.GetLayerWise()) > 0 && m.GetStep() == nil {
+		return nil, malformed("a %T with layer_wise: only a step begins loads", m.GetCall())
+	}
 	return m, nil
 }
 

@@ -2,6 +2,8 @@
 package main
 
 import (
+	"slices"
+
 	"github.com/kvport/kvport/connectors/p2pnccl"
 	"github.com/kvport/kvport/sdk"
 )
@@ -10,6 +12,6 @@ var version = "dev" // set by the linker
 
 func main() {
 	sdk.Serve(sdk.FromPipe(sdk.Definition{
-		Name: "P2pNcclConnector", Version: version, Groups: true, Stats: append(sdk.PeerStats(), p2pnccl.Stats()...), Environment: p2pnccl.Environment(), Needs: p2pnccl.Needs(),
+		Name: "P2pNcclConnector", Version: version, Groups: true, LayerWise: true, Stats: slices.Concat(sdk.PeerStats(), sdk.LayerStats(), p2pnccl.Stats()), Environment: p2pnccl.Environment(), Needs: p2pnccl.Needs(),
 	}, p2pnccl.Open))
 }

@@ -55,6 +55,7 @@ class Checked:
     error: str
     lossy: bool = False  # it may load other bytes than were saved
     holds: bool = False  # it keeps blocks with their engine, and stores none
+    scope: str = ""  # who sees what it stores: engine, node or shared
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,7 +69,7 @@ def checked(binary: str, text: str) -> Checked:
     if done.returncode == 0:
         try:
             said = json.loads(done.stdout)
-            return Checked("", bool(said["lossy"]), "hold" in said.get("capabilities", ()))
+            return Checked("", bool(said["lossy"]), "hold" in said.get("capabilities", ()), str(said.get("scope", "")))
         except (ValueError, KeyError, TypeError):
             return Checked(f"{binary} does not say whether the connector may change bytes: is it of another version?")
     return Checked((done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}")

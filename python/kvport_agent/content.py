@@ -87,6 +87,14 @@ def content_of(folder: pathlib.Path, cache: ContentCache) -> bytes | None:
     return digest(fields)
 
 
+def content_of_files(path: pathlib.Path, cache: ContentCache) -> list[str]:
+    """Give name and hash of a file, or of each file in a folder; an error if there are none."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    if not files:
+        raise FileNotFoundError(f"{path} has no files")
+    return [field for p in files for field in (p.name, cache.file(p))]
+
+
 def local_folder(model: str, revision: str | None) -> pathlib.Path | None:
     """Find where a model's files lie; None if they are not on this machine."""
     if os.path.exists(model):

@@ -2,7 +2,9 @@
 
 An agent that dies takes its guard with it, but its plugins may live on for a moment and write into
 blocks. So a process holds a pidfd of the agent and of every plugin that was announced: it kills them
-and waits until each has ended, before it uses a block that was being read or written.
+and waits until each has ended, before it uses a block that was being read or written. Where plugins
+have none of the engine's memory, only the agent is waited for: a plugin that waits for a disk that
+hangs ends when the disk does.
 """
 
 from __future__ import annotations
@@ -11,33 +13,37 @@ import contextlib
 import os
 import select
 import signal
+from collections.abc import Iterable
 
 
 class Fence:
     """The agent and the plugins of one connection, by pidfds, which it owns."""
 
-    def __init__(self, agent_pid: int) -> None:
-        """Hold the agent, which is alive: it has just answered connect."""
+    def __init__(self, agent_pid: int, plugins: bool = True) -> None:
+        """Hold the agent, which is alive: it has just answered connect. plugins: they are waited for as well."""
         self._fds: list[int] = []
         self.pids: list[int] = []
         self._killed = False
+        self._plugins = plugins
+        self._agent: int | None = None
         with contextlib.suppress(ProcessLookupError):  # gone already: nothing to wait for
-            self._fds.append(os.pidfd_open(agent_pid))
+            self._agent = os.pidfd_open(agent_pid)
+            self._fds.append(self._agent)
             self.pids.append(agent_pid)
 
     def add(self, pidfd: int, pid: int) -> None:
         """Hold a plugin, announced before it could touch any block."""
         self._fds.append(pidfd)
         self.pids.append(pid)
-        self._forget_ended()
+        self._drop(self._ended())  # so that a plugin that starts again and again does not use up descriptors
 
-    def _forget_ended(self) -> None:
-        """Drop plugins that ended long ago, so that a restarting plugin does not use up descriptors."""
-        ended = self._ended()
-        for fd in ended:
+    def _drop(self, fds: Iterable[int]) -> None:
+        for fd in fds:
             at = self._fds.index(fd)
             del self._fds[at], self.pids[at]
             os.close(fd)
+            if fd == self._agent:
+                self._agent = None
 
     def _ended(self, wait: float = 0.0) -> set[int]:
         if not self._fds:
@@ -55,17 +61,14 @@ class Fence:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     def over(self, wait: float = 0.0) -> bool:
-        """Say whether all have ended, after waiting at most so many seconds for the next one."""
+        """Say whether all that are waited for have ended, after waiting at most so many seconds for the next one."""
         if not self._killed:
             self.kill()
-        ended = self._ended(wait)
-        for fd in ended:
-            os.close(fd)
-        self._fds = [fd for fd in self._fds if fd not in ended]
+        self._drop(self._ended(wait))
+        if self._fds and not self._plugins and self._agent is None:
+            self.close()  # they have been killed, and touch nothing of ours until they end
         return not self._fds
 
     def close(self) -> None:
         """Let go of them, alive or not."""
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        self._drop(list(self._fds))

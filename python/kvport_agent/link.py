@@ -54,20 +54,29 @@ class Link:
     """The connection of one side. Used by one thread."""
 
     def __init__(
-        self, spawner: Spawner, attach: Callable[[], tuple[Any, int | None]], kind: str = "attach", to: logging.Logger = log
+        self,
+        spawner: Spawner,
+        attach: Callable[[], tuple[Any, int | None]],
+        kind: str = "attach",
+        to: logging.Logger = log,
+        plugins: bool = True,
     ) -> None:
-        """Take what finds the agent, what makes the first call, of that kind, and the memory's descriptor, and the engine's logger."""
+        """Take what finds the agent, what makes the first call, of that kind, and the memory's descriptor, and the engine's logger.
+
+        plugins: they may touch that memory, so that a lost agent is over only when they are.
+        """
         self._log = to
         self._spawner = spawner
         self._attach = attach
         self._kind = kind
+        self._plugins = plugins
         self._call = message("AgentCall")
         self._answer = message("AgentAnswer")
         self.state = State.DOWN
         self.life = 0  # of the agent we are attached to; 0: none
         self.attached: Any = None
         self.lost = 0  # connections that ended without our doing
-        self.fenced: set[int] = set()  # lives of agents that have ended with all their plugins
+        self.fenced: set[int] = set()  # lives of agents that have ended, and with them all who could touch our memory
         self.refused: RefusedError | None = None
         self.agent_state: Any = None  # the last AgentState
         self._frames: Frames | None = None
@@ -204,8 +213,9 @@ class Link:
                 self._retry_at = time.monotonic() + 0.005
                 self._backoff = _BACKOFF_MIN
             return
+        self.refused = None
         try:
-            self._fence = Fence(peer_pid(sock))
+            self._fence = Fence(peer_pid(sock), self._plugins)
             self._frames = Frames(sock)
             body, fd = self._attach()
             self._next_id += 1
@@ -318,4 +328,4 @@ class Link:
         self._frames = self._fence = None
         self.state, self.life = State.DOWN, 0
         self._retry_at = float("inf")
-        self._spawner.reap()
+        self._spawner.close()

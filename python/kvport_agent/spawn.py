@@ -122,7 +122,15 @@ class Spawner:
         if self._child is not None and self._child.poll() is not None:
             self._child = None
 
+    def close(self) -> None:
+        """Start nobody any more."""
+        self._unlock()
+        self.reap()
+
     def _unlock(self) -> None:
         if self._lock is not None:
+            # The agent has read it, or has ended: passwords of stores need not lie there any longer.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._config_path)
             os.close(self._lock)
             self._lock = None

@@ -1,6 +1,7 @@
 """SGLang's storage backend. Nothing here raises once an engine runs, and nothing takes longer than its deadline.
 
-Calls come from several threads of SGLang at once, some twice, in any order, and close is never called.
+Calls come from several threads of SGLang at once, some twice, in any order. close is called where the backend is
+detached, and not where SGLang ends.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from kvport_agent.guard import Faults
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
-from . import config, fingerprint
+from . import config, fingerprint, weights
 from . import pool as pool_
 from .bounce import NUMBER, Bounce
 from .client import Client
@@ -52,6 +54,11 @@ def flat_key_of(name: str) -> bytes:
     return hashlib.sha256(b"kvport/sglang-flat/1" + key_of(name)).digest()
 
 
+def kept_in(namespace: bytes, key: bytes) -> bytes:
+    """Make the key of a page in a namespace; the empty one leaves it as it is."""
+    return hashlib.sha256(b"kvport/sglang-namespace/1" + namespace + key).digest() if namespace else key
+
+
 class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     """Pages of one rank, in whatever the plugin keeps them in."""
 
@@ -59,7 +66,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         """Check the config. The agent is started when the pool is known."""
         self._storage = storage_config
         self._config = config.parse(getattr(storage_config, "extra_config", None), fingerprint.process(storage_config))
-        config.check(self._config)
+        said = config.check(self._config)
         fingerprint.rank(storage_config)  # raises if it cannot be served
         self._model = fingerprint.model(storage_config, ContentCache())
         self.faults = Faults(log)
@@ -70,6 +77,18 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         self._shared: pool_.Shared | None = None
         self._bounce: Bounce | None = None
         self._agents_lost = 0
+        self._cleared = b""
+        weights.WEIGHTS.matter = True
+        if said.scope == "engine" and getattr(storage_config, "is_mla_model", False) and getattr(storage_config, "tp_size", 1) > 1:
+            log.warning(
+                "kvport: nothing will be found: rank 0 stores the pages of a model with MLA for all ranks, and no other process "
+                "sees what this connector stores; use one whose store is shared"
+            )
+        if not weights.WEIGHTS.watched:
+            log.warning(
+                "kvport: SGLang does not show when it changes its weights: never change those of this engine while it runs, "
+                "or pages of the old ones would be found (is kvport left out of SGLANG_PLUGINS?)"
+            )
 
     # -- the start
 
@@ -81,19 +100,26 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
                 raise UnsupportedError("SGLang has made another pool: kvport serves the first one only")
             return
         self._pool = mem_pool_host
+        try:
+            self._begin(mem_pool_host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, pool: Any) -> None:
         zero_copy = self._config.zero_copy
-        self._pages = pool_.geometry(mem_pool_host, zero_copy)
-        self._shared = pool_.lies_in(mem_pool_host, pool_.shared(mem_pool_host), self._pages) if zero_copy else None
+        self._pages = pool_.geometry(pool, zero_copy)
+        self._shared = pool_.lies_in(pool, pool_.shared(pool), self._pages) if zero_copy else None
         room = self._room()
         # Also where the pool is shared, SGLang may give tensors.
-        self._bounce = Bounce(self._pages.lengths, min(room, 8) if self._shared is not None else room)
-        client = Client(self._spawner(), self._attach(room), self._told)
+        bounce = self._bounce = Bounce(self._pages.lengths, min(room, 8) if self._shared is not None else room)
+        assert bounce.memfd is not None
+        client = self._client = Client(self._spawner(), self._attach(room), self._told)
         if self._shared is not None:
             client.share(POOL, self._shared.fd, self._shared.size)
-        client.share(NUMBER, self._bounce.memfd.fd, self._bounce.memfd.size)
+        client.share(NUMBER, bounce.memfd.fd, bounce.memfd.size)
         self._say(room)
         client.start()
-        self._client = client
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take the pool once more; refuse other kinds of pool."""
@@ -111,7 +137,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
 
     def _spawner(self) -> Spawner:
         c = self._config
-        return Spawner(c.binary, c.text, c.engine, c.socket_dir)
+        # A name of its own: another process may have the same config, also its engine_id, and would find our agent busy for ever.
+        return Spawner(c.binary, c.text, f"{c.engine}/{uuid.uuid4().hex}", c.socket_dir)
 
     def _attach(self, room: int) -> Any:
         attach = message("AgentAttachPages")(version=1, engine=self._config.engine, hashes=HASHES, pages=room)
@@ -132,17 +159,18 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         log.log(level, "kvport: %s; %d pages on their way; %s", how, room, fingerprint.shape_text(self._pages, self._storage))
 
     def _told(self, state: Any) -> None:
-        if self._client is not None and self._client.lost != self._agents_lost:
+        client = self._client
+        if client is not None and client.lost != self._agents_lost:
             self.numbers.agent_lost()
-            self.numbers.add("kvport_sglang_agents_lost_total", self._client.lost - self._agents_lost)
-            self._agents_lost = self._client.lost
+            self.numbers.add("kvport_sglang_agents_lost_total", client.lost - self._agents_lost)
+            self._agents_lost = client.lost
         self.numbers.take_state(state)
 
     # -- calls with addresses
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Count the leading pages that are stored; 0 if that is not known in time."""
-        return int(self._safe("batch_exists", lambda: self._exists([key_of(k) for k in keys]), 0))
+        return int(self._safe("batch_exists", lambda: self._asked(keys), 0))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the pool; a page that is not known to be right is False, and its memory as it was."""
@@ -157,11 +185,14 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             return []
         lengths = self._pages.lengths
         parts = pool_.parts_of(self._pool, len(keys), rows, lengths)
-        raw = [key_of(k) for k in keys]
+        namespace = self._namespace()
+        if namespace is None:
+            return [False] * len(keys)
+        raw = [kept_in(namespace, key_of(k)) for k in keys]
         if self._shared is None:
             n = len(lengths)
             pages = [(parts[i * n : (i + 1) * n], lengths) for i in range(len(keys))]
-            return self._copied(kind, raw, pages)
+            return self._believed(kind, namespace, self._copied(kind, raw, pages))
         where = self._shared.offset
         offsets = [where(address, lengths[i % len(lengths)]) for i, address in enumerate(parts)]
         end = time.monotonic() + self._seconds(kind)
@@ -170,7 +201,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         for at in range(0, len(raw), most):
             some = slice(at * len(lengths), (at + most) * len(lengths))
             results += self._move(kind, raw[at : at + most], POOL, offsets[some], max(0.001, end - time.monotonic()))
-        return [r == DONE for r in results]
+        return self._believed(kind, namespace, [r == DONE for r in results])
 
     # -- calls with tensors
 
@@ -209,7 +240,11 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             if n != size or not tensor.is_contiguous():
                 raise UnsupportedError(f"a tensor of {n} bytes, dense: {tensor.is_contiguous()}; a page has {size} bytes")
             pages.append(([int(tensor.data_ptr())], (size,)))
-        return self._copied(kind, [self._flat_key(k) for k in keys], pages)
+        namespace = self._namespace()
+        if namespace is None:
+            return [False] * len(keys)
+        raw = [kept_in(namespace, self._flat_key(k)) for k in keys]
+        return self._believed(kind, namespace, self._copied(kind, raw, pages))
 
     def _flat_key(self, name: str) -> bytes:
         return flat_key_of(name) if self._config.zero_copy else key_of(name)
@@ -217,7 +252,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     def _copied(self, kind: str, keys: list[bytes], pages: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bool]:
         """Move pages through our own memory, as many at a time as it holds."""
         bounce = self._bounce
-        assert bounce is not None
+        if bounce is None:
+            return [False] * len(keys)
         end = time.monotonic() + self._seconds(kind)
         right = [False] * len(keys)
         with bounce.places(kind, self._seconds(kind)) as places:
@@ -244,13 +280,27 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     def _seconds(self, kind: str) -> float:
         return self._config.get_seconds if kind == "get" else self._config.put_seconds
 
+    def _namespace(self) -> bytes | None:
+        """Give the namespace of this engine's pages; None: its weights are changing, and there are none."""
+        now = weights.WEIGHTS.namespace
+        return None if now is None else now + self._cleared
+
+    def _believed(self, kind: str, namespace: bytes, right: list[bool]) -> list[bool]:
+        """Believe no get amid which the weights changed: what came is of the old ones."""
+        return right if kind == "put" or self._namespace() == namespace else [False] * len(right)
+
+    def _asked(self, names: list[str]) -> int:
+        namespace = self._namespace()
+        return 0 if namespace is None else self._exists([kept_in(namespace, key_of(n)) for n in names])
+
     def _exists(self, keys: list[bytes]) -> int:
-        if not keys or self._client is None:
+        client = self._client
+        if not keys or client is None:
             return 0
         seconds = self._config.exists_seconds
         keys = keys[:_MOST_KEYS]
         ask = message("AgentPagesExists")(keys=b"".join(keys), deadline_ms=max(1, int(seconds * 1000)))
-        answer = self._client.call(seconds, False, pages_exists=ask)
+        answer = client.call(seconds, False, pages_exists=ask)
         if answer is None or answer.WhichOneof("result") != "pages_found":
             self.numbers.add("kvport_sglang_exists_unanswered_total")
             return 0
@@ -263,9 +313,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         began = time.monotonic()
         name = "AgentPagesGet" if kind == "get" else "AgentPagesPut"
         ask = message(name)(keys=b"".join(keys), region=region, offsets=offsets, deadline_ms=max(1, int(seconds * 1000)))
-        answer = None
-        if self._client is not None:
-            answer = self._client.call(seconds, True, **{f"pages_{kind}": ask})
+        client = self._client
+        answer = client.call(seconds, True, **{f"pages_{kind}": ask}) if client is not None else None
         results = list(answer.pages_done.results) if answer is not None and answer.WhichOneof("result") == "pages_done" else []
         if len(results) != len(keys):
             self.numbers.add(f"kvport_sglang_{kind}_unanswered_pages_total", len(keys))
@@ -288,14 +337,19 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
     # -- the rest
 
     def clear(self) -> None:
-        """Say that this is not done: other engines may use the same store."""
-        log.warning("kvport: pages stay stored; clear the connector's own store to forget them")
+        """Find nothing of what was stored so far. It stays stored: other engines may use it."""
+        self._cleared = weights.fresh()
+        log.warning("kvport: this engine finds no page any more that was stored before now; other engines do: nothing was deleted")
 
     def get_stats(self) -> Any:
         """Give what was put and got since the last time, as SGLang's metrics take it."""
-        return for_sglang(self.numbers.take_moved())
+        return self._safe("get_stats", lambda: for_sglang(self.numbers.take_moved()), None)
 
     def close(self) -> None:
-        """Leave the agent. SGLang may never call this: the agent sees the end of the process."""
-        if self._client is not None:
-            self._client.close()
+        """Leave the agent, and give back memory and descriptors. Where SGLang only ends, the agent sees the end of the process."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        bounce, self._bounce = self._bounce, None
+        if bounce is not None:
+            bounce.close()

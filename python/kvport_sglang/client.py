@@ -1,7 +1,7 @@
 """The connection to the agent: calls of several threads of SGLang at once, each with a deadline.
 
 One thread has the connection. A put or a get is over only when nobody can touch the pool for it any more: the
-agent has answered, or it has ended with all its plugins.
+agent has answered, or it has ended. Plugins have nothing of the pool, so they are ended too, but not waited for.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Client:
 
     def __init__(self, spawner: Spawner, attach: Any, told: Callable[[Any], None]) -> None:
         """Take what finds the agent, the AgentAttachPages, and who is told of the agent's states."""
-        self._link = Link(spawner, lambda: (attach, None), "attach_pages", log)
+        self._link = Link(spawner, lambda: (attach, None), "attach_pages", log, plugins=False)
         self._told = told
         self._mu = threading.Lock()
         self._new: collections.deque[Call] = collections.deque()
@@ -111,16 +111,26 @@ class Client:
         return call.answer
 
     def close(self, wait: float = 2.0) -> None:
-        """Leave in good order."""
+        """Leave in good order. Afterwards nothing of it is left, or soon."""
         with self._mu:
             self._closing = True
         self._wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._close_pipe()
+        elif threading.current_thread() is not self._thread:
             self._thread.join(wait)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyway
-            os.write(self._wake_write, b"x")
+        with self._mu, contextlib.suppress(OSError):  # full: it wakes anyway
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"x")
+
+    def _close_pipe(self) -> None:
+        with self._mu:
+            for fd in (self._wake_read, self._wake_write):
+                if fd >= 0:
+                    os.close(fd)
+            self._wake_read = self._wake_write = -1
 
     # -- the thread
 
@@ -145,6 +155,7 @@ class Client:
         self._link.close()
         for call in [*self._take_new(), *self._running]:
             call.end()
+        self._close_pipe()
 
     def _turn(self) -> None:
         self._wait()

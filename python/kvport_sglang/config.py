@@ -11,11 +11,12 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from kvport_agent.binary import checked, find_binary
+from kvport_agent.binary import Checked, checked, find_binary
 from kvport_agent.errors import ConfigError
 
 MODULE = "kvport_sglang"
 _INNER, _OWN = "kv_transfer_config", "kvport_sglang"
+_ROLE = "kv_both"
 _MIB = 1 << 20
 
 
@@ -24,7 +25,7 @@ class Config:
     """The inner config, complete, and this package's own settings."""
 
     text: str  # JSON, for kvport agent --kv-transfer-config
-    engine: str  # unique: of this rank of this engine
+    engine: str  # of this rank of this engine
     binary: str
     zero_copy: bool  # SGLang gives addresses in its pool (interface_v1), and not tensors
     exists_seconds: float = 0.05
@@ -68,6 +69,11 @@ def parse(extra: Any, rank: str) -> Config:
             raise ConfigError(
                 f"{name}: is not known here; the config of `kvport serve` belongs into {_INNER}, settings of this package into {_OWN}"
             )
+    for name in extra:
+        if name in _SETTINGS:
+            raise ConfigError(f"{name}: belongs into {_OWN}")
+    if (role := inner.get("kv_role", _ROLE)) != _ROLE:
+        raise ConfigError(f"{_INNER}.kv_role: is {role!r}, want {_ROLE}: SGLang counts on finding what it was told is stored")
     own = _own(extra.get(_OWN))
     engine = inner.get("engine_id", f"sglang-{uuid.uuid4().hex}")
     if not isinstance(engine, str) or not engine:
@@ -107,8 +113,8 @@ def _value(name: str, value: Any, setting: _Setting) -> float | str:
     return value
 
 
-def check(config: Config) -> None:
-    """Let kvport itself check the inner config, plugin's part included."""
+def check(config: Config) -> Checked:
+    """Let kvport itself check the inner config, plugin's part included; give what it says of the connector."""
     said = checked(config.binary, config.text)
     if said.error:
         raise ConfigError(f"{_INNER}: {said.error}")
@@ -116,3 +122,4 @@ def check(config: Config) -> None:
         raise ConfigError(f"{_INNER}: the connector may load other bytes than were saved, and SGLang shares pages among requests")
     if said.holds:
         raise ConfigError(f"{_INNER}.kv_connector: keeps blocks with their engine and stores none, so it cannot keep pages")
+    return said

@@ -4,26 +4,73 @@ from __future__ import annotations
 
 import importlib
 import logging
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
-from kvport_agent.content import ContentCache, content_of, digest, local_folder
+from kvport_agent.content import ContentCache, content_of, content_of_files, digest, local_folder
 from kvport_agent.errors import UnsupportedError
 
 from .pool import Geometry
+from .weights import fresh
 
 log = logging.getLogger("sglang.kvport")
 
-# Arguments of the server that change what a page of given tokens holds.
+# Arguments of the server that change what a page of given tokens holds. To them come all others that this SGLang lists
+# beside the model's, but those of _NEITHER.
 _DECIDE = (
+    "decrypted_config_file",
     "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "quantization_param_path",
     "json_model_override_args",
+    "kv_cache_dtype",
     "load_format",
+    "model_config_parser",
+    "model_impl",
+    "model_loader_extra_config",
+    "modelopt_checkpoint_restore_path",
+    "modelopt_quant",
+    "quantization",
+    "quantization_param_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
     "speculative_algorithm",
     "speculative_draft_model_path",
+    "trust_remote_code",
 )
+
+# The content of the weights stands for the first two. The others say how files come, and where they go.
+_NEITHER = frozenset(
+    {
+        "model_path",
+        "revision",
+        "checkpoint_engine_wait_weights_before_ready",
+        "delete_ckpt_after_loading",
+        "download_dir",
+        "engine_info_bootstrap_port",
+        "model_checksum",
+        "modelexpress_config",
+        "modelopt_checkpoint_save_path",
+        "modelopt_export_path",
+        "remote_instance_weight_loader_backend",
+        "remote_instance_weight_loader_seed_instance_ip",
+        "remote_instance_weight_loader_seed_instance_service_port",
+        "remote_instance_weight_loader_send_weights_group_ports",
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        "startup_weight_load_mode",
+        "weight_cache_mode",
+        "weight_cache_socket",
+        "weight_cache_timeout",
+        "weight_loader_disable_mmap",
+        "weight_loader_drop_cache_after_load",
+        "weight_loader_prefetch_checkpoints",
+        "weight_loader_prefetch_num_threads",
+    }
+)
+
+# Names of arguments whose values are names of files end so: what is in the files decides.
+_FILES = ("_file", "_path", "_profile")
+
+_FIELDS = "sglang.srt.arg_groups.fields.model"
 
 # Where an SGLang shows its arguments: since 0.5.23, and before.
 _SHOW_ARGS = (
@@ -31,25 +78,120 @@ _SHOW_ARGS = (
     ("sglang.srt.server_args", "get_global_server_args"),
 )
 
+# Where an SGLang shows what became of its arguments: what is "auto" there has a value here.
+_RESOLVED = ("get_model", "get_spec", "get_lora")
+
 
 def model(storage: Any, cache: ContentCache) -> bytes:
     """Hash all that decides what a page of given tokens holds."""
     name = getattr(storage, "model_name", None)
     if not name:
         raise UnsupportedError("SGLang does not name the model: pages of two models would be the same")
-    args = _server_args()
+    args = _Arguments(_server_args())
+    decide = [part for field in _fields() for part in _decided(field, args.get(field), cache)]
+    return digest(["kvport/sglang-model/2", _weights(str(name), args, cache), *decide, *_adapters(args, cache)])
+
+
+class _Arguments:
+    """The arguments of SGLang's server, as they were given, or as they were resolved where SGLang shows that."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._resolved: list[Any] = []
+        for show in _RESOLVED:
+            try:
+                self._resolved.append(getattr(importlib.import_module(_SHOW_ARGS[0][0]), show)())
+            except Exception as err:
+                log.debug("kvport: %s: %s", show, err)
+
+    def get(self, field: str) -> Any:
+        for bag in (*self._resolved, self._given):
+            if (value := getattr(bag, field, None)) is not None:
+                return value
+        return None
+
+    def given(self, field: str) -> Any:
+        return getattr(self._given, field, None)
+
+
+def _weights(name: str, args: _Arguments, cache: ContentCache) -> bytes:
+    """Hash the weights, or what stands for them."""
     # The name is the one that the model is served under, which any two models may have in common.
-    path = getattr(args, "model_path", None)
-    revision = getattr(args, "revision", None)
+    path, revision = args.given("model_path"), args.given("revision")
+    if args.get("load_format") == "remote_instance" or args.get("weight_cache_mode") == "client":
+        return _unknown("come from another process, which may have changed them")
     folder = local_folder(str(path or name), revision)
     content = content_of(folder, cache) if folder is not None else None
-    if content is None:
-        if not path:
-            raise UnsupportedError(f"neither the path nor the weights of {name} are known: pages of two models would be the same")
-        log.warning("kvport: the weights of %s were not found: its path, name and revision stand for them", path)
-        content = digest(["name", str(path), str(name), str(revision)])
-    decide = [f"{field}={getattr(args, field, None)}" for field in _DECIDE]
-    return digest(["kvport/sglang-model/1", content, *decide])
+    if content is not None and folder is not None:
+        code = sorted(folder.glob("*.py")) if args.get("trust_remote_code") else []
+        return digest(["local", content, *(part for p in code for part in content_of_files(p, cache))]) if code else content
+    if not path:
+        raise UnsupportedError(f"neither the path nor the weights of {name} are known: pages of two models would be the same")
+    if args.get("delete_ckpt_after_loading"):
+        return _unknown("were deleted when they were loaded, and others may be put there (--delete-ckpt-after-loading)")
+    log.warning("kvport: the weights of %s were not found: its path, name and revision stand for them", path)
+    return digest(["name", str(path), name, str(revision)])
+
+
+def _unknown(why: str) -> bytes:
+    log.warning("kvport: the weights %s: this engine shares its pages with nobody, and finds them only until it ends", why)
+    return fresh()
+
+
+def _fields() -> list[str]:
+    """Name the arguments that decide."""
+    try:
+        listed = tuple(importlib.import_module(_FIELDS).Model.__struct_fields__)
+    except Exception as err:
+        log.debug("kvport: %s: %s", _FIELDS, err)
+        listed = ()
+    return sorted({*_DECIDE, *listed} - _NEITHER)
+
+
+def _decided(field: str, value: Any, cache: ContentCache) -> list[str]:
+    parts = [f"{field}={value}"]
+    if not isinstance(value, str) or not field.endswith(_FILES):
+        return parts
+    path = pathlib.Path(value)
+    try:
+        whole = content_of(path, cache)
+        return [*parts, whole.hex()] if whole is not None else [*parts, *content_of_files(path, cache)]
+    except OSError as err:  # a name that is not one of a file
+        log.debug("kvport: %s: %s", field, err)
+        return parts
+
+
+def _adapters(args: _Arguments, cache: ContentCache) -> list[str]:
+    """Give name, path and content of the adapters that the server starts with: SGLang's keys have name and path only.
+
+    Those that come later have names that nobody else has.
+    """
+    found: list[str] = []
+    for name, path in sorted(_lora_paths(args.get("lora_paths"))):
+        folder = local_folder(path, None)
+        try:
+            if folder is None:
+                raise FileNotFoundError(f"{path} is not on this machine")
+            found += ["adapter", name, path, *content_of_files(folder, cache)]
+        except OSError as err:
+            raise UnsupportedError(f"the files of adapter {name} are not found ({err}): pages of two adapters would be the same") from err
+    return found
+
+
+def _lora_paths(value: Any) -> list[tuple[str, str]]:
+    """Read --lora-paths in all its forms: name and path of each adapter."""
+    if isinstance(value, Mapping):
+        return [(str(name), str(path)) for name, path in value.items()]
+    out: list[tuple[str, str]] = []
+    for each in value or ():
+        if isinstance(each, str):
+            name, _, path = each.partition("=") if "=" in each else (each, "", each)
+            out.append((name, path))
+        elif isinstance(each, Mapping):
+            out.append((str(each["lora_name"]), str(each["lora_path"])))
+        else:
+            out.append((str(each.lora_name), str(each.lora_path)))
+    return out
 
 
 def _server_args() -> Any:

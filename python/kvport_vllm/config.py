@@ -32,6 +32,7 @@ class Config:
     socket_dir: str = ""  # empty: the user's runtime folder
     memory: str = "auto"
     load_in_step: bool = True
+    load_by_layer: bool = False
     transfer_seconds: float = 5.0  # deadline of one transfer, without its size
     transfer_per_gib: float = 1.0
     later_seconds: float = 2.0  # how long a lookup may stay without an answer
@@ -93,11 +94,13 @@ def _take_own(inner: dict[str, Any], where: str) -> dict[str, Any]:
         return {}
     settings = dict(settings)
     own: dict[str, Any] = {}
-    for name, default in (("allow_weak_hashes", False), ("load_in_step", True)):
+    for name, default in (("allow_weak_hashes", False), ("load_in_step", True), ("load_by_layer", False)):
         value = settings.pop(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{where}.kvport.{name}: is {value!r}, want true or false")
         own[name] = value
+    if own["load_by_layer"] and not own["load_in_step"]:
+        raise ConfigError(f"{where}.kvport.load_by_layer: is true, and load_in_step false: layers are waited for within a step")
     folder = settings.pop("agent_socket_dir", "")
     if not isinstance(folder, str):
         raise ConfigError(f"{where}.kvport.agent_socket_dir: is {folder!r}, want a path")

@@ -50,8 +50,9 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Nothing happens layer by layer, so graphs may be whole."""
-        return False
+        """Say whether layers are waited for one by one: only then must graphs be in pieces."""
+        settings = extra_config.get("kvport")
+        return isinstance(settings, dict) and settings.get("load_by_layer") is True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
@@ -89,16 +90,18 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Wait for the load of this very step, if it has one. Others have begun, and their requests are parked."""
         self._wait(self.worker.wait_for_loads)
 
-    def _wait(self, wait: Callable[[], None]) -> None:
+    def _wait(self, wait: Callable[..., None], *args: str) -> None:
         """Wait for loads of this very step. Where that fails, they have failed: vLLM would compute on anything."""
         try:
-            wait()
+            wait(*args)
         except Exception:
             self.faults.add(wait.__name__)
             self.worker.give_up_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no layer runs on blocks that are being loaded."""
+        """Wait for a layer of what this very step loads, if it is loaded layer by layer. No layer runs on other loads."""
+        if self.worker.unread:
+            self._wait(self.worker.wait_for_layer, layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are saved from where they lie, once their step is over."""

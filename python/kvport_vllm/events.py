@@ -22,6 +22,8 @@ _MOST = 1 << 16
 # What vLLM calls the places that plugins name.
 _MEDIA = {"memory": "CPU", "disk": "STORAGE", "remote": "STORAGE"}
 _MEDIUM = "kvport"  # of a connector that does not say
+_OWN = "GPU"  # of which only vLLM speaks
+_MOST_SPOTS = 8  # of one block: a connector names them, and may name a new one each time
 _SHARED = 3  # the scope of what every engine sees that reaches the same backend
 _Spot = tuple[str, str]  # where blocks are, as vLLM says it: medium and locality, which is empty if nobody knows it
 
@@ -94,7 +96,8 @@ class Events:
             self._told = True
             self.lost()
         for event in blocks.events:
-            spot = _MEDIA.get(event.medium, event.medium or _MEDIUM), "REMOTE" if event.scope == _SHARED else "LOCAL"
+            medium = _MEDIUM if event.medium in ("", _OWN) else _MEDIA.get(event.medium, event.medium)
+            spot = medium, "REMOTE" if event.scope == _SHARED else "LOCAL"
             keys = [bytes(event.keys[at : at + KEY]) for at in range(0, len(event.keys), KEY)]
             if event.kind == STORED:
                 self._store(keys, spot)
@@ -141,7 +144,7 @@ class Events:
         run: list[_Block] = []
         for key in keys:
             block = self._known.get(key)
-            if block is None or spot in block.spots:
+            if block is None or spot in block.spots or len(block.spots) >= _MOST_SPOTS:
                 continue
             block.spots.add(spot)
             if run and (block.parent != run[-1].name or block.adapter != run[-1].adapter):

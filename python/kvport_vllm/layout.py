@@ -141,6 +141,18 @@ def segments_of(groups: Sequence[Group], views: dict[str, View], blocks: int, of
     return segments
 
 
+def layer_numbers(groups: Sequence[Group], views: dict[str, View]) -> dict[str, int]:
+    """Give the number that the segments of each layer have; layers of a group that share a tensor have one."""
+    numbers: dict[str, int] = {}
+    layer = 0
+    for group in groups:
+        first: dict[int, int] = {}
+        for name in group.layers:
+            numbers[name] = first.setdefault(views[name].address, layer)
+            layer += 1
+    return numbers
+
+
 def digest_room(size: int, segments: Sequence[Segment], blocks: int) -> int:
     """Give the size of a region whose first size bytes are the cache, with room for the host's digests."""
     for group in sorted({s.group for s in segments}):

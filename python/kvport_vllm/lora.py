@@ -11,9 +11,7 @@ import hashlib
 import pathlib
 from typing import Any
 
-from kvport_agent.content import ContentCache, digest
-
-_MAX_FILES = 64
+from kvport_agent.content import ContentCache, content_of_files, digest
 
 
 class Adapters:
@@ -29,7 +27,7 @@ class Adapters:
         """Give the adapter's content hash; None while it is being read. Raises what reading it raised."""
         path = str(getattr(adapter, "lora_path", ""))
         try:
-            stamp = max((p.stat().st_mtime_ns for p in self._files(path)), default=0)
+            stamp = max((p.stat().st_mtime_ns for p in _files(path)), default=0)
         except OSError:
             stamp = 0
         found = self._found.get((path, stamp))
@@ -39,22 +37,18 @@ class Adapters:
             found = self._found[path, stamp] = self._pool.submit(self._read, path)
         return found.result() if found.done() else None
 
-    def _files(self, path: str) -> list[pathlib.Path]:
-        root = pathlib.Path(path)
-        if root.is_file():
-            return [root]
-        return sorted(p for p in root.iterdir() if p.is_file())[:_MAX_FILES]
-
     def _read(self, path: str) -> bytes:
-        files = self._files(path)
-        if not files:
-            raise FileNotFoundError(f"adapter {path} has no files")
-        return digest(["kvport/vllm-lora/1", *(f for p in files for f in (p.name, self._cache.file(p)))])
+        return digest(["kvport/vllm-lora/1", *content_of_files(pathlib.Path(path), self._cache)])
 
     def close(self) -> None:
         """Stop reading."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _files(path: str) -> list[pathlib.Path]:
+    root = pathlib.Path(path)
+    return [root] if root.is_file() else [p for p in root.iterdir() if p.is_file()]
 
 
 def with_adapter(key: bytes, content: bytes) -> bytes:

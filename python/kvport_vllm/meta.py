@@ -19,6 +19,7 @@ class Load:
     life: int  # of the agent it went to; 0: it went nowhere
     blocks: list[list[int]]  # by group
     now: bool = False  # the step that begins it waits for it
+    by_layer: bool = False  # one layer after the other
 
 
 @dataclass
@@ -38,8 +39,9 @@ class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     acks: set[int]
     waited: dict[str, float] = field(default_factory=dict)  # for loads of this very step: seconds, by request
+    early: int = 0  # loads of which a layer was used before their end
 
     def aggregate(self, other: Any) -> StepDone:
         """Put the answers of two workers together; they ran the same step."""
         waited = {r: max(self.waited.get(r, 0.0), other.waited.get(r, 0.0)) for r in {**self.waited, **other.waited}}
-        return StepDone(self.acks | other.acks, waited)
+        return StepDone(self.acks | other.acks, waited, max(self.early, other.early))

@@ -35,6 +35,17 @@ class Pace:
         return self._last is not None and max(self._last) * blocks <= _QUICK
 
 
+def layers_may_wait(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Say whether whoever reads a layer of this model has waited for it, of an engine whose steps may wait.
+
+    Attention waits for the layer that it is named after. Where layers of a group differ, one of them may be
+    an index that is read before, and a drafter runs behind what a step reports.
+    """
+    specs = [getattr(group, "kv_cache_spec", None) for group in kv_cache_config.kv_cache_groups]
+    alike = not any(hasattr(spec, "kv_cache_specs") for spec in specs)
+    return alike and getattr(vllm_config, "speculative_config", True) is None
+
+
 def steps_may_wait(vllm_config: Any, kv_cache_config: Any, groups: int) -> bool:
     """Say whether this engine can go on after a step whose load failed.
 

@@ -38,6 +38,7 @@ class SchedulerSide:
     def __init__(self, link: Link, block_tokens: int, groups: int, adapters: Adapters, events: Events) -> None:
         """Take the connection, the tokens of a block and the number of KV cache groups."""
         self.may_wait = False  # steps for their loads
+        self.by_layer = False  # one layer after the other
         self.lossy = False  # nobody can verify what is loaded
         self.later_limit = 2.0 + _LATER_SLACK
         self.pace = Pace()
@@ -199,7 +200,7 @@ class SchedulerSide:
         tracked = self.requests[request.request_id]
         first = tracked.asked_at // self._block_tokens
         end = -(-(tracked.asked_at + external) // self._block_tokens)
-        load = Load(tracked.id, UNSENT, 0, [list(table[first:end]) for table in tables], tracked.at_once)
+        load = Load(tracked.id, UNSENT, 0, [list(table[first:end]) for table in tables], tracked.at_once, tracked.at_once and self.by_layer)
         self._new_loads.append(load)
         self.loading[load.request] = load
         if load.now:
@@ -279,7 +280,7 @@ class SchedulerSide:
         step, self._step, self._dirty = self._step, self._step_type(), False
         self._step_id += 1
         step.id = self._step_id
-        sent = self.link.send(step=step)
+        sent = self.link.send(step=step, layer_wise=[load.request for load in self._new_loads if load.by_layer and load.step == 0])
         for load in self._new_loads:
             if load.step == 0:
                 load.step, load.life = step.id, self.link.life if sent else 0
@@ -298,6 +299,8 @@ class SchedulerSide:
         for request in output.finished_recving or ():
             self._load_over(request, invalid, failed)
         if done is not None:
+            if done.early:
+                self.counters.add("kvport_shim_loads_by_layer_total", done.early)
             for request, seconds in done.waited.items():
                 self._waited_for(request, seconds, invalid)
             for ack in sorted(done.acks):

@@ -16,7 +16,7 @@ from . import layout as layout_
 from .config import Config
 from .events import Events, event_api
 from .lora import Adapters
-from .pace import steps_may_wait
+from .pace import layers_may_wait, steps_may_wait
 from .scheduler import SchedulerSide
 from .vllm_api import HAS_FAILED_RECVING, HAS_WORKER_METADATA
 from .worker import WorkerSide
@@ -85,11 +85,20 @@ class Parts:
         events = Events(self.block_tokens, event_api(self._vllm))
         side = SchedulerSide(link, self.block_tokens, len(self.groups), Adapters(self._content), events)
         side.may_wait = self._config.load_in_step and steps_may_wait(self._vllm, self._cache, len(self.groups))
+        side.by_layer = self._by_layer(side.may_wait)
         side.lossy = self._lossy
         side.allow_later(self._config.later_seconds)
         self._wait(link)
         side.begin()
         return side
+
+    def _by_layer(self, may_wait: bool) -> bool:
+        if not self._config.load_by_layer:
+            return False
+        if may_wait and layers_may_wait(self._vllm, self._cache):
+            return True
+        log.warning("kvport: load_by_layer has no effect: steps of this engine cannot wait for layers of their loads")
+        return False
 
     def _wait(self, link: Link) -> None:
         """Wait for the agent while the engine starts. A refusal is for the user; lateness is not."""
@@ -128,8 +137,10 @@ class Parts:
         mine = {name: caches[name] for g in self.groups for name in g.layers if name in caches}
         memfd = self._context.memfd if self._context is not None else None
         blocks = self._cache.num_blocks
-        shared = memory.share(TorchTensors(), mine, self.groups, blocks, memfd, self._config.memory)
+        tensors = TorchTensors()
+        shared = memory.share(tensors, mine, self.groups, blocks, memfd, self._config.memory)
         side.shared = shared
+        side.layers = layout_.layer_numbers(self.groups, {name: tensors.view(tensor) for name, tensor in mine.items()})
         side.block_bytes = sum(s.bytes for s in shared.segments)
         self._attach = self._describe(shared, blocks)
         self._fd = shared.memfd.fd

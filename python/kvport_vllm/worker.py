@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvport_agent.link import IDLE_WAIT, LISTEN_EVERY, Link, State
-from kvport_agent.messages import LANDED, LOADED
+from kvport_agent.messages import LANDED, LAYERS, LOADED
 
 from .memory import Shared
 from .meta import Load, StepDone, StepMetadata
@@ -26,8 +26,10 @@ _WAIT_AT_MOST = 2.0
 @dataclass(slots=True)
 class _Pending:
     load: Load
+    began: float
     deadline: float
     landed: bool = False  # its bytes are there; whether they are right is being checked
+    layers: int = 0  # that are there and right
 
 
 class WorkerSide:
@@ -38,6 +40,10 @@ class WorkerSide:
         self.link = link
         self.shared: Shared | None = None
         self.block_bytes = 0
+        self.layers: dict[str, int] = {}  # number of each layer by its name
+        self.unread: set[str] = set()  # layers that this step has not waited for, if it loads any layer by layer
+        self._early_reads: set[str] = set()  # requests of whose loads it has used a layer before their end
+        self._deaf = False  # vLLM does not say which layer it begins with
         self._groups = groups
         self._transfer = transfer
         self._per_gib = per_gib
@@ -51,11 +57,13 @@ class WorkerSide:
         self.invalid: set[int] = set()
         self._received: set[str] = set()
         self._waited: dict[str, float] = {}  # for loads of this very step
+        self._spent = 0.0  # of its time, on waiting
+        self._by_layer: list[Load] = []  # of this very step
         self._failed: set[str] = set()
 
     def bind(self, meta: StepMetadata) -> None:
         """Take what the step began."""
-        self._idle = meta.idle
+        self._idle, self._spent = meta.idle, 0.0
         if meta.ack:
             self._acks.add(meta.ack)
             self._copy_out = meta.completes
@@ -64,17 +72,43 @@ class WorkerSide:
         for load in meta.loads:
             blocks = sum(len(ids) for ids in load.blocks)
             limit = 2 * (self._transfer + self._per_gib * blocks * self.block_bytes / (1 << 30)) + _SLACK
-            self._pending[load.request, load.step] = _Pending(load, time.monotonic() + limit)
+            now = time.monotonic()
+            self._pending[load.request, load.step] = _Pending(load, now, now + limit)
+        self._by_layer = [] if self._mirrored or self._deaf else [load for load in meta.loads if load.by_layer]
+        self.unread = set(self.layers) if self._by_layer else set()
+
+    @property
+    def _mirrored(self) -> bool:
+        return self.shared is not None and self.shared.mirror is not None
 
     def wait_for_loads(self) -> None:
         """Take start_load_kv: wait for the bytes without which the step cannot go on."""
         if self._pending:
-            self._wait_while(lambda p: not p.landed or (self.shared is not None and self.shared.mirror is not None))
+            self._wait_while(lambda p: self._mirrored or not (p.landed or p.load in self._by_layer))
+
+    def wait_for_layer(self, name: str) -> None:
+        """Take wait_for_layer_load: wait until a layer is verified, or until a load has landed of which no layers are told."""
+        self.unread.discard(name)
+        if not self._pending:
+            return
+        self._listen()  # also for the end of a load that nobody waits for, which says how long it took
+        number = self.layers.get(name, len(self.layers))
+        self._wait_while(lambda p: not p.landed and p.layers <= number)
+        self._early_reads.update(p.load.request for p in self._pending.values() if p.load.by_layer and p.layers > number)
 
     def wait_for_verdicts(self) -> None:
         """Wait until it is known whether what this step has computed on is right."""
         if self._pending:
             self._wait_while(lambda _: True)
+        if self.unread:
+            self._doubt()
+
+    def _doubt(self) -> None:
+        """Report the loads of a step as failed that has not waited for all layers: it may have read what had not come."""
+        log.warning("kvport: vLLM does not wait for %s, so load_by_layer is off", ", ".join(sorted(self.unread)[:3]))
+        self._deaf, self.unread = True, set()
+        for load in self._by_layer:
+            self.invalid.update(b for ids in load.blocks for b in ids)
 
     def _wait_while(self, missing: Callable[[_Pending], bool]) -> None:
         """Wait for what is missing of the loads of this step."""
@@ -88,15 +122,18 @@ class WorkerSide:
                 break
             if self.link.state is not State.UP:
                 time.sleep(0.001)  # until nobody is left that could write
-            elif time.monotonic() - began > _WAIT_AT_MOST:
+            elif self._spent + time.monotonic() - began > _WAIT_AT_MOST:
                 self.link.lose("a step waits for its load, which takes far longer than others did")
             else:
                 self.link.wait(0.05)
-        for request in mine:
-            self._waited[request] = self._waited.get(request, 0.0) + time.monotonic() - began
+        waited = time.monotonic() - began
+        self._spent += waited
+        for load in mine:
+            if not load.by_layer:  # the others say when they are over how long they took
+                self._waited[load.request] = self._waited.get(load.request, 0.0) + waited
 
-    def _missing(self, missing: Callable[[_Pending], bool]) -> list[str]:
-        return [p.load.request for p in self._pending.values() if p.load.now and missing(p)]
+    def _missing(self, missing: Callable[[_Pending], bool]) -> list[Load]:
+        return [p.load for p in self._pending.values() if p.load.now and missing(p)]
 
     def give_up_loads(self) -> None:
         """Report those loads as failed: something of ours is broken."""
@@ -119,7 +156,8 @@ class WorkerSide:
             return None
         acks, self._acks = self._acks, set()
         waited, self._waited = self._waited, {}
-        return StepDone(acks, waited)
+        early, self._early_reads = self._early_reads, set()
+        return StepDone(acks, waited, len(early))
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
@@ -143,8 +181,9 @@ class WorkerSide:
             kind = getattr(event, "kind", None)
             if kind == LOADED:
                 self._loaded(event)
-            elif kind == LANDED and (pending := self._pending.get((event.request, event.step))):
-                pending.landed = True
+            elif kind in (LANDED, LAYERS) and (pending := self._pending.get((event.request, event.step))):
+                pending.landed |= kind == LANDED
+                pending.layers = max(pending.layers, event.layers)
 
     def _await_load(self) -> None:
         """Wait for the end of a load, as long as an engine without anything to compute may stand still."""
@@ -156,15 +195,18 @@ class WorkerSide:
     def _loaded(self, event: Any) -> None:
         pending = self._pending.pop((event.request, event.step), None)
         if pending is not None:
-            self._over(pending.load, list(event.failed))
+            self._over(pending, list(event.failed))
         elif len(self._early) < _MAX_EARLY:
             self._early[self.link.life, event.request, event.step] = list(event.failed)
 
-    def _over(self, load: Load, bad: list[int]) -> None:
+    def _over(self, pending: _Pending, bad: list[int]) -> None:
         """Report a load, once: what is in self survives whatever is raised on the way."""
+        load = pending.load
         if not load.now:
             self._received.add(load.request)
-        if self.shared is not None and self.shared.mirror is not None and not self._copy_in(load, set(bad)):
+        elif load.by_layer:
+            self._waited[load.request] = time.monotonic() - pending.began
+        if self._mirrored and not self._copy_in(load, set(bad)):
             bad = [b for ids in load.blocks for b in ids]
         if bad:
             log.warning("kvport: %d blocks of request %s could not be loaded", len(bad), load.request)
@@ -192,18 +234,19 @@ class WorkerSide:
             early = self._early.pop((life, *key), None)
             if early is not None:
                 del self._pending[key]
-                self._over(pending.load, early)
+                self._over(pending, early)
             elif self._nobody(life, now > pending.deadline):
                 del self._pending[key]
-                self._fail(pending.load)
+                self._fail(pending)
         if not self._pending:
             self._early = {key: bad for key, bad in self._early.items() if key[0] == self.link.life}
 
-    def _fail(self, load: Load) -> None:
+    def _fail(self, pending: _Pending) -> None:
+        load = pending.load
         blocks = [b for ids in load.blocks for b in ids]
         if not blocks and not load.now:  # nobody knows which blocks it was for: none of them can be used
             self._failed.add(load.request)
-        self._over(load, blocks)
+        self._over(pending, blocks)
 
     def _nobody(self, life: int, late: bool) -> bool:
         """Say whether no process is left that could write for a load that went to this life of the agent."""

@@ -1,5 +1,8 @@
+import os
 import pathlib
+import subprocess
 import sys
+import types
 
 import pytest
 
@@ -21,6 +24,15 @@ def binaries():
     return kvport.parent
 
 
+@pytest.fixture(scope="session")
+def layered(tmp_path_factory):
+    """The folder of a plugin that brings loads layer by layer: the one of package engine's own tests."""
+    folder = tmp_path_factory.mktemp("plugins")
+    command = [os.environ.get("GO", "go"), "build", "-o", str(folder / "kvport-hold"), "./engine/testdata/plugin"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
 @pytest.fixture
 def here(tmp_path, binaries, monkeypatch):
     """A folder of its own for the agent's files, and kvport as it was built."""
@@ -29,3 +41,38 @@ def here(tmp_path, binaries, monkeypatch):
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     return tmp_path
+
+
+@pytest.fixture
+def engine(here):
+    """Make engines of SGLang that are closed at the end."""
+    import sglang_engine as rig
+
+    made = []
+
+    def make(**more):
+        made.append(rig.Engine(here, **more))
+        return made[-1]
+
+    yield make
+    for e in made:
+        e.close()
+
+
+@pytest.fixture
+def server_args(monkeypatch):
+    """Show arguments of SGLang's server at one place, as one of its versions does."""
+    from kvport_sglang import fingerprint
+
+    def show(module=fingerprint._SHOW_ARGS[0][0], name=fingerprint._SHOW_ARGS[0][1], **fields):
+        args = types.SimpleNamespace(**fields)
+
+        def retired():
+            raise RuntimeError("retired")
+
+        for other, function in fingerprint._SHOW_ARGS:
+            monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
+        return args
+
+    return show

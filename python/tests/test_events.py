@@ -134,3 +134,15 @@ def test_events_switched_off():
     e.offered(Told().completion(0, 2))
     e.report(message("AgentBlocks")(gap=True))
     assert e.take() == [] and not e.wanted
+
+
+def test_places_of_a_block_are_bounded():
+    t = Told()
+    done = t.completion(0, 1)
+    t.events.offered(done)
+    name = [done.tracked.keys.one(done.tracked.request.block_hashes, 0)]
+    assert [e["medium"] for _, e in t.report((STORED, name, "GPU"))] == ["kvport"]  # only vLLM speaks of its own cache
+    got = [t.report((STORED, name, f"place {i}")) for i in range(20)]
+    assert sum(map(len, got)) == 7
+    t.report(gap=True)
+    assert not any(t.index.values())

@@ -1,5 +1,6 @@
 """The backend of SGLang with a real agent and real plugins: what SGLang calls, and what goes wrong."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
@@ -23,20 +24,6 @@ from kvport_sglang import backend as backend_  # noqa: E402
 from kvport_sglang import config, early, fingerprint, stats  # noqa: E402
 
 PAGES = list(range(20))
-
-
-@pytest.fixture
-def engine(here):
-    """Make engines that are closed at the end."""
-    made = []
-
-    def make(**more):
-        made.append(rig.Engine(here, **more))
-        return made[-1]
-
-    yield make
-    for e in made:
-        e.close()
 
 
 def files(folder):
@@ -116,24 +103,6 @@ def test_pages_of_other_engines(engine):
         assert all(e.set(names, PAGES[:6])) and all(e.get(names, PAGES[6:12])), more
     assert all(engine(storage={"dp_rank": 1, "dp_size": 2}).get(names, PAGES[:6])), "replicas share"
     assert all(mine.get(names, PAGES[:6]))
-
-
-@pytest.fixture
-def server_args(monkeypatch):
-    """Show arguments of SGLang's server at one place, as one of its versions does."""
-
-    def show(module=fingerprint._SHOW_ARGS[0][0], name=fingerprint._SHOW_ARGS[0][1], **fields):
-        args = types.SimpleNamespace(**fields)
-
-        def retired():
-            raise RuntimeError("retired")
-
-        for other, function in fingerprint._SHOW_ARGS:
-            monkeypatch.setitem(sys.modules, other, types.SimpleNamespace(**{function: retired}))
-        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: lambda: args}))
-        return args
-
-    return show
 
 
 @pytest.mark.parametrize(("module", "name"), fingerprint._SHOW_ARGS)
@@ -221,8 +190,9 @@ FAST = {"exists_ms": 50, "get_ms": 300, "put_ms": 300}
 
 def test_plugin_stopped(engine):
     e = engine(settings=FAST)
-    names = rig.keys(0, 9)
+    names, others = rig.keys(0, 9), rig.keys(40, 49)
     until(lambda: all(e.set(names, PAGES[:10])))
+    until(lambda: all(e.set(others, PAGES[:10])))
     (pid,) = e.agent()[1]
     strike(pid, signal.SIGSTOP)
     assert e.exists(names) == 0
@@ -231,9 +201,9 @@ def test_plugin_stopped(engine):
     assert e.agent()[0] and e.backend._client.ready, "the agent has answered for it"
     before = e.pool.scribble(3)
     os.kill(pid, signal.SIGCONT)
-    until(lambda: e.exists(names) == 10)
+    until(lambda: e.exists(others) == 10)
     assert e.pool.spare(before, []), "a late load was written to the pool"
-    until(lambda: all(e.get(names, PAGES[:10])))
+    until(lambda: all(e.set(names, PAGES[:10])) and e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
 
 
 def until(what):
@@ -264,8 +234,34 @@ def test_agent_killed(engine):
     assert all(e.get(names, PAGES[:10]))
     assert e.backend._client.lost == 1 and e.agent()[0] != agent
     assert e.counts("kvport_sglang_agents_lost_total", 1) == 1
-    for pid in plugins:
-        assert not pathlib.Path(f"/proc/{pid}/exe").exists(), "a plugin of the dead agent lives"
+    until(lambda: not any(pathlib.Path(f"/proc/{pid}/exe").exists() for pid in plugins))
+
+
+def test_a_plugin_that_cannot_be_ended(engine, monkeypatch):
+    """One that waits for a disk that hangs lives on; it has nothing of the pool, so a call is over when the agent is."""
+    e = engine(settings={"get_ms": 60_000})
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    agent, (plugin,) = e.agent()
+    child = subprocess.Popen(["sleep", "600"])
+    pidfd, send = os.pidfd_open(child.pid), signal.pidfd_send_signal
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, sign: None if fd == pidfd else send(fd, sign))
+    e.backend._client._link._fence.add(pidfd, child.pid)
+    end = threading.Timer(2 * rig.LIMIT, child.kill)
+    end.start()
+    try:
+        strike(plugin, signal.SIGSTOP)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            got = thread.submit(e.get, names, PAGES[:10])
+            until(lambda: e.backend._client._running)
+            os.kill(agent, signal.SIGKILL)
+            assert got.result() == [False] * 10
+        assert child.poll() is None
+        until(lambda: e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
+    finally:
+        end.cancel()
+        child.kill()
+        child.wait()
 
 
 def test_agent_stopped(engine):
@@ -304,7 +300,6 @@ def test_engine_dies(here, binaries):
         "e = rig.Engine(pathlib.Path(sys.argv[1])); e.set(rig.keys(0, 9), list(range(10)))\n"
         "print(*[e.agent()[0], *e.agent()[1]], flush=True); time.sleep(600)\n"
     )
-    import sys
 
     paths = [str(rig.HERE), str(rig.HERE.parent)]
     child = subprocess.Popen([sys.executable, "-c", code, str(here), *paths], stdout=subprocess.PIPE, text=True)
@@ -422,7 +417,7 @@ def test_store_hangs(engine, here):
             assert e.get(names, PAGES[:10]) == [False] * 10
             assert e.set(rig.keys(20, 29), PAGES[:10]) == [False] * 10
         os.kill(child.pid, signal.SIGCONT)
-        until(lambda: e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
+        until(lambda: all(e.set(names, PAGES[:10])) and e.exists(names) == 10 and all(e.get(names, PAGES[:10])))
     finally:
         child.kill()
         child.wait()
@@ -440,6 +435,9 @@ WRONG = {
     "kvport_sglang.get_ms: is True": {"kvport_sglang": {"get_ms": True}},
     "kvport_sglang.agent_socket_dir: is 3": {"kvport_sglang": {"agent_socket_dir": 3}},
     "kvport_sglang: is 3": {"kvport_sglang": 3},
+    "get_ms: belongs into kvport_sglang": {"get_ms": 1000},
+    "kv_transfer_config.kv_role: is 'kv_consumer', want kv_both": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_consumer"}},
+    "kv_transfer_config.kv_role: is 'kv_producer', want kv_both": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_producer"}},
 }
 
 
@@ -451,7 +449,6 @@ def test_wrong_config(here, want):
 
 def test_config_before_the_model(here):
     import json
-    import types
 
     def args(value, backend="dynamic"):
         return types.SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=value)
@@ -466,13 +463,13 @@ def test_config_before_the_model(here):
             early.check(None, args(value))
     registry = types.SimpleNamespace(register=lambda *a: hooks.append(a))
     hooks = []
-    import sys
 
     sys.modules["sglang.srt.plugins.hook_registry"] = types.SimpleNamespace(
-        HookRegistry=registry, HookType=types.SimpleNamespace(BEFORE="before")
+        HookRegistry=registry, HookType=types.SimpleNamespace(BEFORE="before", AFTER="after")
     )
     early.register()
-    assert hooks == [("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")]
+    assert hooks[0] == ("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")
+    assert {target.rpartition(".")[2] for target, _, _ in hooks} >= {"flush_cache", "update_weights_from_disk", "begin_weight_update"}
 
 
 def test_what_cannot_be_served(here, engine):
@@ -509,6 +506,28 @@ def test_ranks_of_mla(engine):
     assert all(engine(storage={"tp_size": 2, "tp_rank": 1, "is_mla_model": True}).get(names, PAGES[:4]))
 
 
+def test_ranks_of_mla_without_a_shared_store(engine, here, caplog):
+    """Rank 0 stores for all: nobody else sees what is in a plugin of its own."""
+    mla = {"tp_size": 2, "tp_rank": 1, "is_mla_model": True}
+    tier = next(f for _, f in rig.fixtures() if f.get("typical") == "tier")
+    own = {"connector": tier["connector"], "inner": filled(tier["setups"][-1]["config"], {"TMP": str(here)})}
+    engine(storage=mla)
+    engine(storage={"tp_size": 2}, **own)
+    assert "nothing will be found" not in caplog.text
+    engine(storage=mla, **own)
+    assert "nothing will be found" in caplog.text
+
+
+def test_one_config_in_two_processes(engine, here):
+    """Replicas get one config, and with it one engine_id."""
+    inner = {**rig.extra(here)["kv_transfer_config"], "engine_id": "prod"}
+    one, two = engine(kv_transfer_config=inner), engine(kv_transfer_config=inner)
+    assert one.agent()[0] != two.agent()[0]
+    names = rig.keys(0, 5)
+    assert all(one.set(names, PAGES[:6])) and two.exists(names) == 6
+    assert all(two.set(rig.keys(10, 15), PAGES[:6])) and all(one.get(rig.keys(10, 15), PAGES[:6]))
+
+
 def test_keys():
     assert backend_.key_of(rig.key(1)).hex() == rig.key(1)
     odd = {backend_.key_of(k) for k in ("", "zz", "0" * 64, rig.key(1)[:-1], rig.key(1) + "00", rig.key(1))}
@@ -517,7 +536,6 @@ def test_keys():
 
 
 def test_numbers_across_agents():
-    import types
 
     def state(n):
         c = types.SimpleNamespace(name="a_total", labels=["call", "get"], value=n, gauge=False, HasField=lambda _: False)
@@ -528,6 +546,55 @@ def test_numbers_across_agents():
     numbers.agent_lost()
     numbers.take_state(state(2))
     assert numbers.all() == {'a_total{call="get"}': 5}
+
+
+def mappings():
+    """How often memory of ours is mapped here."""
+    return pathlib.Path("/proc/self/maps").read_text().count("memfd:kvport-cache")
+
+
+def test_attach_and_detach(here):
+    """SGLang detaches a backend, and attaches another, as often as it is told."""
+
+    def turn():
+        e = rig.Engine(here, shm=False)
+        assert all(e.set(rig.keys(0, 5), PAGES[:6])) and all(e.get(rig.keys(0, 5), PAGES[:6]))
+        e.close()
+        assert e.exists(rig.keys(0, 5)) == 0 and e.get(rig.keys(0, 5), PAGES[:6]) == [False] * 6
+
+    turn()
+    fds, maps = len(os.listdir("/proc/self/fd")), mappings()
+    for _ in range(3):
+        turn()
+    assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps == 0
+    assert not list((here / "run").rglob("*.json")), "a config, with its passwords, stays"
+
+
+def test_a_start_that_fails(here, monkeypatch):
+    pool = fakes.MHATokenToKVPoolHost()
+    fds, maps = len(os.listdir("/proc/self/fd")), mappings()
+
+    def fails(*_):
+        raise OSError("no thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    backend = backend_.KvportHiCache(fakes.storage_config(rig.extra(here), rig.model(here)))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no thread"):
+            backend.register_mem_pool_host(pool)
+    assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps
+    pool.close()
+
+
+def test_memory_that_is_in_use_stays(engine):
+    e = engine(shm=False)
+    bounce = e.backend._bounce
+    with bounce.places("get", 1.0) as places:
+        bounce.close()
+        bounce.copy_in(places[0], [bounce.memfd.address], [8])
+    with bounce.places("put", 1.0) as places:
+        assert places is not None
+    bounce.close()
 
 
 def test_nothing_is_left(engine, here):

@@ -20,7 +20,7 @@ from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
 from kvport_vllm.lora import Adapters, with_adapter
 from kvport_vllm.meta import Load, StepMetadata
-from kvport_vllm.pace import Pace, steps_may_wait
+from kvport_vllm.pace import Pace, layers_may_wait, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
 from kvport_vllm.scheduler import SchedulerSide
 from kvport_vllm.worker import WorkerSide
@@ -53,6 +53,14 @@ def test_segments_cover_every_byte_once(order):
     assert len(segments) == (L * H if order in ("LHBNC", "BHLNC") else L)
     message_ = layout.to_message("x", [group], segments, B)
     assert message_.groups[0].block_tokens == N and len(message_.segments) == len(segments)
+
+
+def test_layers_have_the_numbers_of_their_segments():
+    own = views("LBHNC")
+    shared = {**own, "l2": own["l0"], "l3": own["l2"]}
+    group = Group(("l0", "l1", "l2", "l3"), N)
+    assert layout.layer_numbers([group], shared) == {"l0": 0, "l1": 1, "l2": 0, "l3": 3}
+    assert {s.layer for s in layout.segments_of([group], shared, B, lambda a: a - (1 << 20))} == {0, 1, 3}
 
 
 def test_kernel_blocks_are_parts_of_a_block():
@@ -122,6 +130,8 @@ def test_config_is_completed(kvport):
         ({"kv_connector": "X", "kv_load_failure_policy": "recompute"}, "kv_load_failure_policy"),
         ({"kv_connector": "X", "kvport": {"memory": "x"}}, "kvport.memory"),
         ({"kv_connector": "X", "kvport": {"allow_weak_hashes": 1}}, "kvport.allow_weak_hashes"),
+        ({"kv_connector": "X", "kvport": {"load_by_layer": "yes"}}, "kvport.load_by_layer"),
+        ({"kv_connector": "X", "kvport": {"load_by_layer": True, "load_in_step": False}}, "kvport.load_by_layer"),
     ],
 )
 def test_config_errors_name_the_field(kvport, inner, text):
@@ -388,6 +398,24 @@ def test_which_engines_wait_in_a_step():
 
     assert asked()
     assert not any((asked(groups=2), asked(scheduling=True), asked(pipeline=2), asked(data=2), asked(zeroing=True), asked(scheduling=None)))
+
+
+def test_which_models_wait_for_their_layers():
+    def asked(spec, speculation=None):
+        cache = types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)])
+        return layers_may_wait(types.SimpleNamespace(speculative_config=speculation), cache)
+
+    assert asked(object())
+    assert not asked(types.SimpleNamespace(kv_cache_specs={})), "an index may be read before the layer that it belongs to"
+    assert not asked(object(), object()), "a drafter runs behind what the step reports"
+
+
+def test_graphs_are_in_pieces_where_layers_are_waited_for():
+    from kvport_vllm.connector import KvportConnector
+
+    whole = ({}, {"kvport": None}, {"kvport": {}}, {"kvport": {"load_by_layer": False}})
+    assert not any(KvportConnector.requires_piecewise_for_cudagraph(extra) for extra in whole)
+    assert KvportConnector.requires_piecewise_for_cudagraph({"kvport": {"load_by_layer": True}})
 
 
 def test_counters():

@@ -114,12 +114,11 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 		if j.mark != nil {
 			continue
 		}
-		id, err := b.memory.acquire(j.key, -1, false)
+		id, h, err := b.memory.acquire(j.key, -1, false)
 		if err != nil {
 			b.c.Count(func(n *Stats) { n.Dropped++ })
 			continue
 		}
-		h, _ := b.memory.header(id)
 		data := b.memory.block(id, int(h.Length))
 		digests := len(data) - b.o.Digests[len(data)]
 		items = append(items, b.item(j.key, h.Expires, data[:digests], data[digests:]))

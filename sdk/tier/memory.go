@@ -137,15 +137,15 @@ func (m *memory) expired(id uint32) bool {
 	return m.expires != nil && past(m.expires[id].Load())
 }
 
-// acquire pins a block of the given size until release; -1: of any. An error says why it cannot be
-// served; a block that turns out to be damaged is forgotten.
-func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, err error) {
+// acquire pins a block of the given size until release; -1: of any. Its header is valid for as long: once a block is replaced, the
+// slot's own header says nothing. An error says why the block cannot be served; one that turns out to be damaged is forgotten.
+func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, h place.Header, err error) {
 	for {
 		id, ok := m.index.Acquire(k, use)
 		if !ok {
-			return 0, errAbsent
+			return 0, h, errAbsent
 		}
-		h, ok := m.header(id)
+		h, ok = m.header(id)
 		switch {
 		case !ok || h.Key != k:
 			err = fmt.Errorf("slot %d has a damaged header: %w", id, connector.ErrCorrupt)
@@ -153,9 +153,9 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 			err = errAbsent
 		case size >= 0 && int(h.Length) != size:
 			m.index.Release(id)
-			return 0, fmt.Errorf("block of %d bytes, stored are %d: %w", size, h.Length, connector.ErrIncompatible)
+			return 0, h, fmt.Errorf("block of %d bytes, stored are %d: %w", size, h.Length, connector.ErrIncompatible)
 		default:
-			return id, nil
+			return id, h, nil
 		}
 		same := m.index.forget(k, id)
 		m.index.Release(id)
@@ -165,7 +165,7 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 			} else {
 				m.c.Count(func(n *Stats) { n.Torn++ })
 			}
-			return 0, err
+			return 0, h, err
 		}
 		// Somebody else has written or removed it meanwhile: look again.
 	}
@@ -173,7 +173,7 @@ func (m *memory) acquire(k connector.StoreKey, size int, use bool) (id uint32, e
 
 // same reports whether a block is there as it is, as far as its size and the beginning of its digests say. If so, its slot is pinned.
 func (m *memory) same(it connector.Item, size int) (id uint32, is bool) {
-	id, err := m.acquire(it.Key, size, false)
+	id, _, err := m.acquire(it.Key, size, false)
 	if err != nil {
 		return 0, false
 	}

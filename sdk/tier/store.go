@@ -181,7 +181,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 				continue
 			}
 			size := items[i].Size()
-			id, err := s.memory.acquire(items[i].Key, size, true)
+			id, _, err := s.memory.acquire(items[i].Key, size, true)
 			if err != nil {
 				errs[i] = err
 				s.mem.Count(func(n *Stats) { n.Misses++ })

@@ -554,3 +554,54 @@ func (w withoutHead) Get(ctx context.Context, items []connector.Item) error {
 	}
 	return nil
 }
+
+// sizes is a tier below that notes how large its blocks are.
+type sizes struct {
+	connector.Store
+	mu   sync.Mutex
+	seen map[int]int
+}
+
+func (s *sizes) Put(_ context.Context, items []connector.Item) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		s.seen[it.Size()]++
+	}
+	return nil
+}
+
+func (s *sizes) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	return make([]int, len(runs)), nil
+}
+
+func (s *sizes) Close() error { return nil }
+
+// A block that is replaced while it is written to the tier below is written whole: its header is read when it is pinned, since its
+// slot's header says nothing any more once another slot has the key.
+func TestReplacedWhileItIsWrittenBelow(t *testing.T) {
+	s := open(t, Options{MemoryBytes: ArenaBytes(4, blockBytes), Lower: &sizes{seen: map[int]int{}}, AdmitAfter: 2})
+	puts(t, s, 1)
+	id, h, err := s.memory.acquire(storeKey(1), -1, false)
+	require.NoError(t, err)
+	again := item(1, 1)
+	again.Replace = true
+	require.NoError(t, s.Put(t.Context(), []connector.Item{again}))
+	_, valid := s.memory.header(id)
+	require.False(t, valid)
+	require.Equal(t, uint32(blockBytes), h.Length)
+	require.Equal(t, content(1, 0), s.memory.block(id, int(h.Length)))
+	s.memory.index.Release(id)
+	require.NoError(t, s.Close())
+
+	lower := &sizes{seen: map[int]int{}}
+	s = open(t, Options{MemoryBytes: ArenaBytes(4, blockBytes), Lower: lower, AdmitAfter: 1})
+	for n := range 3000 {
+		again := item(1, byte(n))
+		again.Replace = true
+		require.NoError(t, s.Put(t.Context(), []connector.Item{again}))
+	}
+	require.NoError(t, s.Close())
+	require.Len(t, lower.seen, 1)
+	require.Positive(t, lower.seen[blockBytes+LowerHeader])
+}

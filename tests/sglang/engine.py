@@ -3,6 +3,8 @@
 Calls, one JSON object a line on stdin; answers on stdout:
   {"op": "run", "prompts": [[token]], "max": n, "salt": "" or a cache_salt}  -> {"run": [result]}, all prompts at once
   {"op": "flush"}  -> {"flush": whether the device and host caches are empty now}
+  {"op": "update", "model": folder}  -> {"update": whether the engine has the weights in there now}
+  {"op": "unknown"}  -> {"unknown": [arguments that kvport knows and this SGLang does not have]}
   {"op": "quit"}
 A result: {"ids", "finish", "cached": {"device", "host", "storage": tokens}, "seconds"}.
 """
@@ -37,6 +39,15 @@ def run(engine, call):
     return [result(o, time.monotonic() - begun) for o in outputs]
 
 
+def unknown():
+    """The arguments of SGLang's server that kvport thinks there are, and are not."""
+    from kvport_sglang import fingerprint
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.server_args import ServerArgs
+
+    return sorted({*fingerprint._DECIDE, *fingerprint._NEITHER} - set(namespace_of(ServerArgs)))
+
+
 def main():
     """Serve calls until the end of stdin."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -58,6 +69,10 @@ def main():
             tell(run=run(engine, call))
         if call["op"] == "flush":
             tell(flush=bool(getattr(engine.flush_cache(), "success", False)))
+        if call["op"] == "update":
+            tell(update=bool(engine.update_weights_from_disk(call["model"])[0]))
+        if call["op"] == "unknown":
+            tell(unknown=unknown())
     engine.shutdown()
 
 

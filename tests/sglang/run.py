@@ -27,6 +27,7 @@ LINES = {
     "equal": (same.equal, "every way of a page: cold, device, host, store, a new engine; connectors and layouts: transformers' tokens"),
     "damage": (same.damaged, "100 damaged pages: transformers' tokens, all counted, mended; SGLang's own backend answers wrongly"),
     "others": (same.others, "engines of another layout, page size, dtype and model on one folder: none takes another's page"),
+    "weights": (same.updated, "weights changed in a running engine: its answers are those of the new ones, and no page of one is taken for the other's"),
     "engines": (same.engines, "SGLang, vLLM and kvport's engine on one folder: none takes what another wrote"),
     "salts": (same.salted, "a page with one salt is not found with another"),
     "refused": (same.refused, "a mistake in the config ends the start before the model loads"),

@@ -180,6 +180,39 @@ def others(rig):
     rig.show("different first keys that SGLang asked for", len(asked))
 
 
+def updated(rig):
+    """Weights are changed in a running engine: pages of the old ones are not taken, nor are the new ones' taken for those."""
+    _, connector, config = storage(rig, rig.folder / "blocks")
+    kept, model = extra(connector, config), other_weights(rig)
+    prompts = [rig.prompts.cut("updated", 400)]
+    old, new = rig.want(prompts), rig.want(prompts, model=model)
+    rig.check([w.ids for w in old] != [w.ids for w in new], "both models answer the same, so this shows nothing")
+    engine = SGLang(rig, "engine", kept)
+    rig.check(not (names := engine.ask("unknown")), f"this SGLang has no arguments {names}")
+    rig.equal("the weights of the start", old, engine.run(prompts))
+    engine.flush()
+    got = engine.run(prompts)
+    rig.equal("the weights of the start, from the store", old, got)
+    check_cached(rig, "the weights of the start", got, prompts, "storage")
+    engine.flush()
+    rig.check(engine.ask("update", model=str(model)), "SGLang has not changed its weights")
+    got = engine.run(prompts)
+    rig.equal("other weights", new, got)
+    rig.check(got[0].cached["storage"] == 0, f"pages of the old weights were taken: {got[0].cached}")
+    engine.flush()
+    got = engine.run(prompts)
+    rig.equal("other weights, from the store", new, got)
+    check_cached(rig, "other weights", got, prompts, "storage")
+    engine.check_calls()
+    engine.leave()
+    last = SGLang(rig, "last", kept)
+    got = last.run(prompts)
+    rig.equal("a new engine", old, got)
+    check_cached(rig, "a new engine", got, prompts, "storage")
+    last.check_calls()
+    last.stop()
+
+
 def engines(rig):
     """vLLM, kvport's engine and SGLang on one folder: none finds what another wrote, and each finds its own."""
     _, connector, config = storage(rig, rig.folder / "blocks")
@@ -256,7 +289,7 @@ def salted(rig):
     for salt, hit in ("", False), ("a", False), ("b", False), ("a", True), ("", True):
         got = engine.run(prompts, salt=salt)
         rig.equal(f"salt {salt!r}", want, got)
-        rig.check((got[0].cached["storage"] > 0) == hit, f"salt {salt!r}: {got[0].cached} cached")
+        rig.check(got[0].cached["storage"] == (full(prompts[0]) if hit else 0), f"salt {salt!r}: {got[0].cached} cached")
         rig.count("hits with a salt that was used before" if hit else "misses with a new salt")
         engine.flush()
     engine.check_calls()

@@ -24,11 +24,12 @@ SLACK = 2.0  # seconds for what the lateness of sleeps does not show: other proc
 METHODS = {"exists": ("batch_exists",), "get": ("batch_get_v1", "batch_get"), "put": ("batch_set_v1", "batch_set")}
 
 
-def in_time(rig, engine, settings):
-    """Check that every call has ended by its deadline, and show the longest of each kind."""
+def in_time(rig, engine, settings, asked=tuple(METHODS)):
+    """Check that every call has ended by its deadline, that there were some of the kinds that are asked, and show the longest of each kind."""
     engine.check_calls()
     for kind, methods in METHODS.items():
         deadline, rows = settings[f"{kind}_ms"] / 1000, engine.calls(*methods)
+        rig.check(rows or kind not in asked, f"{engine.name}: SGLang has never called {kind}")
         longest = max((r["seconds"] for r in rows), default=0.0)
         rig.show(f"{engine.name}: longest of {len(rows)} {kind}, deadline {deadline:.0f} s", f"{longest:.2f} s")
         late = [r for r in rows if r["seconds"] > deadline + GRACE + SLACK + r["late"]]
@@ -60,21 +61,26 @@ def kills(rig):
         word = "agent" if victim == "agent" else storage_plugin()
         plugin, pid = process(engine, storage_plugin()), process(engine, word)
         rig.check(bool(plugin and pid), f"no {victim} is running: {engine.kin()}")
-        before = moved(plugin)
+        before, since = moved(plugin), len(engine.calls(*METHODS["get"]))
         with ThreadPoolExecutor(1) as thread:
             answers = thread.submit(engine.run, prompts, timeout=300)
             met = meet(plugin, before, 10)
             time.sleep(rng.uniform(0, 0.01))
+            struck = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
                 rig.count(f"{victim} {signum.name}")
             rig.count("that met a load", int(met))
         rig.equal(f"{victim} {signum.name}", want, answers.result())
+        gets = engine.calls(*METHODS["get"])[since:]
+        rig.count("amid a get", int(any(r["begun"] <= struck <= r["begun"] + r["seconds"] for r in gets)))
+        rig.count("rounds in which pages of a get failed", int(any(r["done"] < r["keys"] for r in gets)))
         recover(rig, engine, prompts[2], want[2], word, pid)
     rig.check(engine.alive(), "SGLang has ended")
     met, agents = rig.counts["that met a load"], sum(victim == "agent" for victim, _ in todo)
     rig.check(met >= 0.8 * len(todo), f"only {met} of {len(todo)} met a load")
     rig.check((lost := engine.number("kvport_sglang_agents_lost_total")) == agents, f"{lost} agents have ended, {agents} were killed")
+    rig.check((n := rig.counts["amid a get"]) >= len(todo) / 2, f"only {n} of {len(todo)} came amid a get of SGLang's")
     failed = sum(engine.number(f"kvport_sglang_get_{how}_pages_total") for how in ("failed", "unanswered", "late"))
     rig.check(failed > 0, "no page of a get has failed")
     rig.show("pages of gets that failed", failed)
@@ -116,7 +122,10 @@ def store(rig):
         case.hung_put()
         case.hung()
         case.full()
-        in_time(rig, case.engine, case.SETTINGS)
+        # Under best_effort an idle engine asks what is there, and loads nothing.
+        in_time(rig, case.engine, case.SETTINGS, ("exists", "put") if policy == "best_effort" else tuple(METHODS))
+        if policy == "best_effort":
+            case.found()
         case.engine.stop()
         case.relay.stop()
         rig.count("policies")
@@ -144,7 +153,8 @@ class Case:
         self.warm, *self.prompts, self.fresh = prompts(rig, policy)
         self.pages = full(self.prompts[0]) // PAGE
         self.want = rig.want(self.prompts)
-        self.engine = SGLang(rig, policy, extra(connector, config, self.SETTINGS, {**PATIENT, **BREAKER}), hicache_storage_prefetch_policy=policy)
+        self.kept = extra(connector, config, self.SETTINGS, {**PATIENT, **BREAKER})
+        self.engine = SGLang(rig, policy, self.kept, hicache_storage_prefetch_policy=policy)
         self.alone, self.since = 0.0, 0
 
     def waits(self):
@@ -258,6 +268,14 @@ class Case:
         self.order("CONFIG SET maxmemory 0")
         self.comes_back()
 
+    def found(self):
+        """What SGLang was told is stored is there: an engine that waits for it finds it."""
+        other = SGLang(self.rig, f"{self.policy}-other", self.kept)
+        got = other.run(self.prompts)
+        self.rig.equal("an engine that waits", self.want, got)
+        check_cached(self.rig, "an engine that waits", got, self.prompts, "storage")
+        other.stop()
+
     def order(self, words):
         """Have the server do something, past the relay."""
         host, port = self.server.address.split(":")
@@ -276,7 +294,7 @@ class Case:
             self.engine.flush()
             self.engine.settle()
             found = max((r["done"] for kind in ("exists", "put") for r in self.ended(kind)), default=0)
-            if got[0].cached["storage"] == full(self.prompts[0]) or (self.policy == "best_effort" and found > 0):
+            if got[0].cached["storage"] == full(self.prompts[0]) or (self.policy == "best_effort" and found >= self.pages):
                 self.rig.count("times that the store was back")
                 return
             self.rig.check(time.monotonic() < end, f"{self.policy}: the store is not found again: {got[0].cached}, {found} pages are there")

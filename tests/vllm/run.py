@@ -20,6 +20,7 @@ import connectors
 import equal
 import events
 import faults
+import layers
 import memory
 import pressure
 import timing
@@ -38,6 +39,7 @@ LINES = {
     "steps": (timing.steps, "what the hooks add to a step without a transfer"),
     "kills": (faults.kills, "plugin killed or stopped, agent killed, under four requests: vLLM lives, vLLM's own tokens"),
     "damage": (faults.damage, "loads that fail, all kinds, both policies: vLLM's own tokens or a clean error, never a loop"),
+    "layers": (layers.layers, "attention waits for the layers of a load one by one, a damaged one too: vLLM's own tokens"),
     "isa": (faults.isa, "prefill on another kernel ISA: refused with the reason"),
     "pressure": (pressure.pressure, "66 blocks, preemptions, aborts, aborts of loading requests: no block is lost, the engine is idle"),
     "ranks": (pressure.ranks, "three ranks of tensor parallelism: vLLM's own tokens"),
@@ -45,7 +47,7 @@ LINES = {
 
 # What a line runs with; the others run with one store of files.
 SELECTS = {"connectors": connectors.alone, "together": connectors.alone, "pd": connectors.apart,
-           "route": connectors.line("route"), "client": connectors.handover, "ttft": connectors.line("ttft")}
+           "route": connectors.line("route"), "client": connectors.handover, "ttft": connectors.line("ttft"), "layers": connectors.line("layers")}
 
 
 def show(options, names):

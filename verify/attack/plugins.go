@@ -34,6 +34,7 @@ const (
 	restarted  = "kvport_plugin_restarts_total"
 	failed     = "kvport_transfer_failed_blocks_total"
 	violations = "kvport_plugin_violations_total"
+	reported   = "kvport_block_events_total"
 )
 
 const (
@@ -58,6 +59,7 @@ func modes() []mode {
 		{name: "many", group: "other", does: "says that it has more blocks than it was asked about", shows: violations},
 		{name: "negative", group: "other", does: "says that it has fewer than no blocks", shows: violations},
 		{name: "elsewhere", group: "other", does: "names blocks in its answers that it was not asked for", shows: failed},
+		{name: "events", group: "other", does: "reports without end that it has blocks, in a new place each time, to an engine that publishes KV events", shows: reported},
 		{name: "late", group: "digests", does: "goes on writing into blocks for seconds after it has answered"},
 		{name: "everywhere", group: "digests", does: "writes random bytes to all memory that the host shares with it, for seconds"},
 		{name: "files", group: "plugins", does: "reads keys and other secrets, directly, through links and through /proc, and writes files of others", door: withoutSandbox},
@@ -113,7 +115,7 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 	if _, err := r.expected(ctx, model, prompts...); err != nil {
 		return "", err
 	}
-	p, err := r.serve(ctx, model, s.config(settings), "--enable-prefix-caching=false")
+	p, err := r.serve(ctx, model, s.config(settings), s.flags()...)
 	if err != nil {
 		return "", err
 	}
@@ -143,6 +145,14 @@ func (r *rig) malicious(ctx context.Context, m *mode, open bool) (string, error)
 		return "", holef("processes are left behind: %v", left)
 	}
 	return seen, nil
+}
+
+// flags are those of the engine.
+func (s *scene) flags() []string {
+	if s.mode == "events" { // it reports what the prefix cache has
+		return []string{"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"ipc://%s"}`, s.own+".events")}
+	}
+	return []string{"--enable-prefix-caching=false"}
 }
 
 // shows says whether a plugin has done what it is for: what kvport never saw proves nothing.

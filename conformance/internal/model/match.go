@@ -30,7 +30,11 @@ func (j *Judge) match(c *Call, res *Result, d *during) []*Violation {
 			found = append(found, v)
 		}
 	}
-	if len(found) > 1 && j.swapped(c, res, d) {
+	tooFew := func(v *Violation) bool { return v.Short }
+	if !slices.ContainsFunc(found, tooFew) || !slices.ContainsFunc(found, func(v *Violation) bool { return !tooFew(v) }) {
+		return found // whoever mixes answers up offers too little here and too much there
+	}
+	if j.swapped(c, res, d) {
 		found = append(found, &Violation{Rule: "SCHED-01", Text: "a Match gives right answers in a wrong order", Allowed: "the order of the queries"})
 	}
 	return found

@@ -192,9 +192,14 @@ func TestWrongAnswers(t *testing.T) {
 		"a miss":                      {"WORK-01", each(func(m *Moved, n int) { m.Failed[n], m.Err = true, connector.ErrGone })},
 		"half a token":                {"SCHED-04", func(_ *Call, r *Result) { add(r, 1) }},
 		"one answer more":             {"SCHED-01", func(c *Call, r *Result) { r.Answers = more(c, r) }},
-		"nothing offered":             {"WORK-05", func(_ *Call, r *Result) { clear(r.Answers) }},
-		"a save that fails":           {"WORK-01", fails},
-		"a call that hangs":           {"WORK-07", func(_ *Call, r *Result) { r.Late = "hangs" }},
+		"answers of other queries": {"SCHED-01", func(c *Call, r *Result) {
+			if c.Kind == Match {
+				slices.Reverse(r.Answers)
+			}
+		}},
+		"nothing offered":   {"WORK-05", func(_ *Call, r *Result) { clear(r.Answers) }},
+		"a save that fails": {"WORK-01", fails},
+		"a call that hangs": {"WORK-07", func(_ *Call, r *Result) { r.Late = "hangs" }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for n := 0; ; n++ {

@@ -302,11 +302,17 @@ func (p *workerProxy) moved(ctx context.Context, req *kvportv1.SessionRequest) (
 }
 
 // SaveLayers implements connector.LayerWorker. The counter that the plugin waits for is fed from
-// progress as long as the call lasts.
-func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, _ *connector.KV, progress connector.Progress) error {
+// progress as long as the call lasts. Without a free counter it is Save, after the last layer.
+func (p *workerProxy) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
 	counter, ok := p.board.Take()
 	if !ok {
-		return fmt.Errorf("all counters are in use: %w", connector.ErrBusy)
+		for n := 0; n < p.layers; {
+			var err error
+			if n, err = progress.Wait(ctx, n); err != nil {
+				return err
+			}
+		}
+		return p.Save(ctx, t, kv)
 	}
 	defer counter.Give()
 	feeding, stop := context.WithCancel(ctx)

@@ -192,3 +192,36 @@ func TestSessionEndIsLost(t *testing.T) {
 	_, err = r.OpenWorker(t.Context(), env, json.RawMessage("{}"))
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 }
+
+// Without a free counter, blocks that are being computed are saved when the last layer is final.
+func TestSaveLayersWithoutCounter(t *testing.T) {
+	saves := make(chan *kvportv1.Transfer, 4)
+	r := connectTo(t, func(s stream, m *kvportv1.SessionRequest) error {
+		if m.GetSave() == nil {
+			return nil
+		}
+		saves <- m.GetSave()
+		return s.Send(&kvportv1.SessionResponse{Id: m.GetId(), Result: &kvportv1.SessionResponse_Moved{Moved: &kvportv1.Moved{}}})
+	})
+	w, err := r.OpenWorker(t.Context(), testEnv(), json.RawMessage("{}"))
+	require.NoError(t, err)
+	p, ok := w.(*workerProxy)
+	require.True(t, ok)
+	var taken []*shm.Counter
+	for c, ok := p.board.Take(); ok; c, ok = p.board.Take() {
+		taken = append(taken, c)
+	}
+	save := &connector.Transfer{Request: "r", Tokens: 16, Blocks: []connector.Block{{ID: 1}}}
+	count := &connector.LayerCount{}
+	count.GiveUp()
+	require.ErrorIs(t, p.SaveLayers(t.Context(), save, nil, count), connector.ErrGone)
+	require.Empty(t, saves)
+	count = &connector.LayerCount{}
+	count.Advance(1)
+	require.NoError(t, p.SaveLayers(t.Context(), save, nil, count))
+	require.Equal(t, "r", (<-saves).GetRequest())
+	for _, c := range taken {
+		c.Give()
+	}
+	require.NoError(t, w.Close())
+}

@@ -6,7 +6,9 @@ import (
 	"context"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -258,6 +260,8 @@ func (s *scheduler) Match(ctx context.Context, qs []connector.Query) ([]connecto
 		switch {
 		case s.due("more"):
 			out[i].Tokens = q.Tokens + 1
+		case s.due("all"):
+			out[i].Tokens = q.Tokens
 		case s.due("groups"):
 			out[i].Groups = 1 << 30
 		}
@@ -475,6 +479,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		return &connector.BlockError{Blocks: []connector.BlockID{t.Blocks[0].ID + 1000}, Err: connector.ErrGone}
 	}
 	var missing []connector.BlockID
+	why := connector.ErrGone
 	for _, b := range t.Blocks {
 		spans, err := kv.Spans(b)
 		if err != nil {
@@ -482,6 +487,9 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		}
 		data, err := os.ReadFile(w.path(b.Key, w.env.Rank))
 		if err != nil {
+			if !errors.Is(err, fs.ErrNotExist) {
+				why = err
+			}
 			missing = append(missing, b.ID)
 			continue
 		}
@@ -493,7 +501,7 @@ func (w *worker) Load(ctx context.Context, t *connector.Transfer, kv *connector.
 		}
 	}
 	if missing != nil {
-		return &connector.BlockError{Blocks: missing, Err: connector.ErrGone}
+		return &connector.BlockError{Blocks: missing, Err: why}
 	}
 	if w.due("flip_load") {
 		go flip(t, kv)

@@ -45,6 +45,9 @@ const (
 	// A save is over, or a hold if held is set, and its blocks are never free again: a dead plugin left somebody behind who may
 	// use them for ever.
 	AgentEventKind_AGENT_EVENT_KIND_LOST AgentEventKind = 7
+	// The first layers of a load, as many as layers says, are verified on every rank; more may follow, and its loaded does. Only of a
+	// request that its Step named in layer_wise, and where the connector brings layers one by one; then there is no landed.
+	AgentEventKind_AGENT_EVENT_KIND_LAYERS AgentEventKind = 8
 )
 
 // Enum value maps for AgentEventKind.
@@ -58,6 +61,7 @@ var (
 		5: "AGENT_EVENT_KIND_ANSWERED",
 		6: "AGENT_EVENT_KIND_LANDED",
 		7: "AGENT_EVENT_KIND_LOST",
+		8: "AGENT_EVENT_KIND_LAYERS",
 	}
 	AgentEventKind_value = map[string]int32{
 		"AGENT_EVENT_KIND_UNSPECIFIED": 0,
@@ -68,6 +72,7 @@ var (
 		"AGENT_EVENT_KIND_ANSWERED":    5,
 		"AGENT_EVENT_KIND_LANDED":      6,
 		"AGENT_EVENT_KIND_LOST":        7,
+		"AGENT_EVENT_KIND_LAYERS":      8,
 	}
 )
 
@@ -171,7 +176,9 @@ type AgentCall struct {
 	//	*AgentCall_PagesPut
 	//	*AgentCall_PagesGet
 	//	*AgentCall_PagesAbort
-	Call          isAgentCall_Call `protobuf_oneof:"call"`
+	Call isAgentCall_Call `protobuf_oneof:"call"`
+	// Of a Step: requests among its admitted ones for whose layers the ranks wait one by one, so that they learn of each.
+	LayerWise     []string `protobuf:"bytes,14,rep,name=layer_wise,json=layerWise,proto3" json:"layer_wise,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -324,6 +331,13 @@ func (x *AgentCall) GetPagesAbort() *AgentPagesAbort {
 		if x, ok := x.Call.(*AgentCall_PagesAbort); ok {
 			return x.PagesAbort
 		}
+	}
+	return nil
+}
+
+func (x *AgentCall) GetLayerWise() []string {
+	if x != nil {
+		return x.LayerWise
 	}
 	return nil
 }
@@ -622,7 +636,7 @@ type AgentAnswer_Detached struct {
 }
 
 type AgentAnswer_Event struct {
-	Event *AgentEvent `protobuf:"bytes,8,opt,name=event,proto3,oneof"` // loaded: to all; landed: to the ranks; the others: to the scheduler
+	Event *AgentEvent `protobuf:"bytes,8,opt,name=event,proto3,oneof"` // loaded: to all; landed and layers: to the ranks; the others: to the scheduler
 }
 
 type AgentAnswer_Plugin struct {
@@ -1010,7 +1024,8 @@ type AgentEvent struct {
 	Held    bool                   `protobuf:"varint,6,opt,name=held,proto3" json:"held,omitempty"`  // finished: the blocks stay until released; lost: of a hold
 	Error   string                 `protobuf:"bytes,7,opt,name=error,proto3" json:"error,omitempty"` // why some failed
 	// loaded: nobody has verified what the others hold. It, and what is computed from it, is for that request alone.
-	Unverified    bool `protobuf:"varint,8,opt,name=unverified,proto3" json:"unverified,omitempty"`
+	Unverified    bool   `protobuf:"varint,8,opt,name=unverified,proto3" json:"unverified,omitempty"`
+	Layers        uint32 `protobuf:"varint,9,opt,name=layers,proto3" json:"layers,omitempty"` // layers: how many, from the first one on
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1099,6 +1114,13 @@ func (x *AgentEvent) GetUnverified() bool {
 		return x.Unverified
 	}
 	return false
+}
+
+func (x *AgentEvent) GetLayers() uint32 {
+	if x != nil {
+		return x.Layers
+	}
+	return 0
 }
 
 // AgentPlugin announces a plugin process. Its pidfd travels beside the frame: whoever outlives the
@@ -2009,7 +2031,7 @@ var File_kvport_v1_agent_proto protoreflect.FileDescriptor
 
 const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x15kvport/v1/agent.proto\x12\tkvport.v1\x1a\x16kvport/v1/plugin.proto\"\xac\x05\n" +
+	"\x15kvport/v1/agent.proto\x12\tkvport.v1\x1a\x16kvport/v1/plugin.proto\"\xcb\x05\n" +
 	"\tAgentCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\x06attach\x18\x02 \x01(\v2\x16.kvport.v1.AgentAttachH\x00R\x06attach\x12(\n" +
@@ -2025,7 +2047,9 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\tpages_put\x18\v \x01(\v2\x18.kvport.v1.AgentPagesPutH\x00R\bpagesPut\x127\n" +
 	"\tpages_get\x18\f \x01(\v2\x18.kvport.v1.AgentPagesGetH\x00R\bpagesGet\x12=\n" +
 	"\vpages_abort\x18\r \x01(\v2\x1a.kvport.v1.AgentPagesAbortH\x00R\n" +
-	"pagesAbortB\x06\n" +
+	"pagesAbort\x12\x1d\n" +
+	"\n" +
+	"layer_wise\x18\x0e \x03(\tR\tlayerWiseB\x06\n" +
 	"\x04call\"\x93\x06\n" +
 	"\vAgentAnswer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
@@ -2070,7 +2094,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\rAgentFinished\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\fR\x06ticket\"\r\n" +
 	"\vAgentDetach\"\x0f\n" +
-	"\rAgentDetached\"\xe3\x01\n" +
+	"\rAgentDetached\"\xfb\x01\n" +
 	"\n" +
 	"AgentEvent\x12-\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x19.kvport.v1.AgentEventKindR\x04kind\x12\x18\n" +
@@ -2082,7 +2106,8 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x05error\x18\a \x01(\tR\x05error\x12\x1e\n" +
 	"\n" +
 	"unverified\x18\b \x01(\bR\n" +
-	"unverified\"3\n" +
+	"unverified\x12\x16\n" +
+	"\x06layers\x18\t \x01(\rR\x06layers\"3\n" +
 	"\vAgentPlugin\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"m\n" +
@@ -2146,7 +2171,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x0fAgentPagesAbort\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\")\n" +
 	"\x11AgentPagesAborted\x12\x14\n" +
-	"\x05found\x18\x01 \x01(\bR\x05found*\x80\x02\n" +
+	"\x05found\x18\x01 \x01(\bR\x05found*\x9d\x02\n" +
 	"\x0eAgentEventKind\x12 \n" +
 	"\x1cAGENT_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LOADED\x10\x01\x12\x1a\n" +
@@ -2155,7 +2180,8 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x19AGENT_EVENT_KIND_RELEASED\x10\x04\x12\x1d\n" +
 	"\x19AGENT_EVENT_KIND_ANSWERED\x10\x05\x12\x1b\n" +
 	"\x17AGENT_EVENT_KIND_LANDED\x10\x06\x12\x19\n" +
-	"\x15AGENT_EVENT_KIND_LOST\x10\a*\xa8\x01\n" +
+	"\x15AGENT_EVENT_KIND_LOST\x10\a\x12\x1b\n" +
+	"\x17AGENT_EVENT_KIND_LAYERS\x10\b*\xa8\x01\n" +
 	"\x0fAgentPageResult\x12!\n" +
 	"\x1dAGENT_PAGE_RESULT_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16AGENT_PAGE_RESULT_DONE\x10\x01\x12\x1c\n" +

@@ -18,7 +18,7 @@ const (
 	kindGone                      // producer: the payload holds the keys of blocks that it does not have
 	kindFetched                   // consumer: the header names a hold whose blocks it has
 	kindPushed                    // producer: the header names one of its holds and its address; everything that it pushes of that hold has been sent
-	kindSubscribe                 // consumer: it subscribes to what is computed from now on, layer by layer
+	kindSubscribe                 // consumer: it subscribes to what is computed from now on, layer by layer; the header names its own address if blocks are pushed to it
 	kindParts                     // producer: the header names pieces of blocks, and the payload holds them
 	kindDrop                      // producer: the payload holds the keys of blocks whose other pieces will not come
 	kindTaken                     // consumer: the header counts the bytes of pieces that have arrived over this link
@@ -38,7 +38,7 @@ type message struct {
 	keys []connector.StoreKey // want, gone
 	key  connector.StoreKey   // block
 	hold connector.HoldID     // fetched, pushed
-	from string               // pushed: the producer's address
+	from string               // pushed: the producer's address; subscribe: the consumer's, or ""
 
 	parts []part // parts
 	bytes int64  // taken
@@ -61,6 +61,8 @@ func (m *message) encode() (header, payload []byte) {
 		header = append(header, m.key[:]...)
 	case kindFetched, kindPushed:
 		header = append(binary.LittleEndian.AppendUint64(header, uint64(m.hold)), m.from...)
+	case kindSubscribe:
+		header = append(header, m.from...)
 	case kindTaken:
 		header = binary.LittleEndian.AppendUint64(header, uint64(m.bytes))
 	case kindWant, kindGone, kindDrop:

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -42,23 +43,24 @@ func Open(ctx context.Context, env connector.Env, peers pipe.Peers, layered bool
 	log := cmp.Or(env.Log, slog.New(slog.DiscardHandler))
 	s := newStore(peers, pool, log)
 	s.layered = layered
+	if env.Role.Saves() || peers.Pushed {
+		err := wire.Guard(log, "listen", func() (err error) {
+			s.listener, err = peers.Network.Listen(ctx)
+			return err
+		})
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("listen: %w", err), s.Close())
+		}
+		s.tasks.Go(s.accept)
+	}
 	if env.Role.Loads() {
 		for _, address := range peers.Subscribe {
+			if s.listener != nil && address == s.listener.Address() {
+				continue // what this engine computes is here
+			}
 			s.tasks.Go((&subscription{store: s, address: address}).run)
 		}
 	}
-	if !env.Role.Saves() && !peers.Pushed {
-		return s, nil
-	}
-	var err error
-	err = wire.Guard(log, "listen", func() error {
-		s.listener, err = peers.Network.Listen(ctx)
-		return err
-	})
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listen: %w", err), s.Close())
-	}
-	s.tasks.Go(s.accept)
 	return s, nil
 }
 
@@ -167,7 +169,8 @@ func consumersOf(e *connector.Ended) int {
 	return 1
 }
 
-// rest sends a consumer the blocks that an earlier request computed, and says that this is all.
+// rest sends a consumer the blocks that an earlier request computed, and says that this is all: after the layers that went to it over
+// another link, so that it does not ask for what is still on its way.
 func (s *Scheduler) rest(to string, e *connector.Ended, t ticket) bool {
 	p := s.peers.producer(to)
 	if p == nil {
@@ -176,7 +179,12 @@ func (s *Scheduler) rest(to string, e *connector.Ended, t ticket) bool {
 	if keys := s.peers.pushing.add(e.Request, s.keys(e.Blocks, 0, max(1, s.env.World))); len(keys) > 0 && !p.enqueue(&message{kind: kindPush, keys: keys}) {
 		return false
 	}
-	return p.enqueue(&message{kind: kindPushed, hold: t.hold, from: t.address})
+	m := &message{kind: kindPushed, hold: t.hold, from: t.address}
+	if over, until := s.peers.pushing.layers(e.Request); over != nil {
+		s.peers.pushes.after(over, until, func() { p.enqueue(m) })
+		return true
+	}
+	return p.enqueue(m)
 }
 
 // Consumed implements connector.Holder.
@@ -197,65 +205,69 @@ func (w *Worker) Fetched(t connector.Ticket) {
 	}
 }
 
-// PushSaved sends the saved blocks of a request to the consumer that the request names.
+// PushSaved sends the blocks of a request that are stored now to the consumer that the request names.
 func (w *Worker) PushSaved(ctx context.Context, t *connector.Transfer) {
 	to := w.peers.target(t.Request)
 	if to == "" {
 		return
 	}
-	if keys := w.peers.pushing.add(t.Request, w.keys(t.Blocks, w.env.Rank, w.env.Rank+1)); len(keys) > 0 {
+	stored := slices.DeleteFunc(w.keys(t.Blocks, w.env.Rank, w.env.Rank+1), func(k connector.StoreKey) bool { return !w.peers.has(k) })
+	if keys := w.peers.pushing.add(t.Request, stored); len(keys) > 0 {
 		w.peers.push(ctx, to, &message{kind: kindPush, keys: keys})
 	}
 }
 
-// SaveLayers implements connector.LayerWorker. It copies each layer to the buffer and pushes it to the
-// subscribers; after the last layer the blocks can be found.
-func (w *Worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+// PushLayers copies blocks to the buffer layer by layer, pushes them to the subscribers meanwhile, and returns when all layers are
+// final. The blocks can be found then, except for those of left, which the caller has to store: all of them where nobody has
+// subscribed, and else those for which there was no room while the others were being computed, and those that another
+// transfer pushes at that time.
+func (w *Worker) PushLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) (left []connector.Block, err error) {
 	if !w.env.Role.Saves() {
-		return fmt.Errorf("save: this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
+		return nil, fmt.Errorf("this engine is a %v: %w", w.env.Role, connector.ErrIncompatible)
 	}
-	blocks, failed, err := w.reserve(t, kv)
-	if err != nil {
-		giveUp(blocks, err)
-		return fmt.Errorf("save: %w", err)
+	to := w.peers.target(t.Request)
+	push, left := w.peers.beginPush(to), t.Blocks
+	var blocks []*layered
+	if len(push.to) > 0 {
+		if blocks, left, err = w.reserve(t, kv); err != nil {
+			push.giveUp(blocks, err)
+			return nil, err
+		}
 	}
-	push := w.peers.beginPush()
 	layers := kv.Layout().Layers()
 	for n := 0; n < layers; {
 		final, err := progress.Wait(ctx, n)
+		if err == nil {
+			if final == layers {
+				push.early()
+				push.until = time.Now().Add(w.peers.peers.Patience)
+			}
+			push.layers(ctx, blocks, kv, n, final)
+			n, err = final, ctx.Err()
+		}
 		if err != nil {
-			giveUp(blocks, err)
-			push.drop(blocks)
-			return err
+			push.giveUp(blocks, err)
+			return nil, err
 		}
-		if final == layers {
-			push.early()
-		}
-		push.layers(blocks, kv, n, final)
-		n = final
 	}
+	var sent []connector.StoreKey
 	for _, b := range blocks {
-		if err := b.slot.Done(nil); err != nil {
-			failed = append(failed, b.id)
+		if b.end(w.peers, nil) != nil { // the buffer is closed
+			left = append(left, b.block)
+			continue
 		}
+		sent = append(sent, b.key)
 	}
-	w.PushSaved(ctx, t)
-	if len(failed) > 0 {
-		return &connector.BlockError{Blocks: failed, Err: fmt.Errorf("no room in the buffer: %w", connector.ErrBusy)}
+	w.peers.pushes.end(blocks)
+	if over := push.reached(to); over != nil {
+		w.peers.pushing.addLayers(t.Request, sent, over)
 	}
-	return nil
+	return left, nil
 }
 
-// giveUp frees the room of blocks.
-func giveUp(blocks []*layered, err error) {
-	for _, b := range blocks {
-		_ = b.slot.Done(err)
-	}
-}
-
-// reserve takes room for the blocks of a transfer that are not stored yet. failed lists those for which
-// there is none. With an error some blocks may have room.
-func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, failed []connector.BlockID, err error) {
+// reserve takes room for the blocks of a transfer that are not stored yet. left are those for which there is none, and those whose
+// layers another transfer sends. With an error some blocks may have room.
+func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*layered, left []connector.Block, err error) {
 	for _, b := range t.Blocks {
 		if b.Key == (connector.BlockKey{}) {
 			continue
@@ -268,17 +280,22 @@ func (w *Worker) reserve(t *connector.Transfer, kv *connector.KV) (blocks []*lay
 		if !t.Replace && w.peers.has(key) {
 			continue
 		}
-		l := &layered{key: key, group: b.Group, id: b.ID, offsets: map[int]int{}}
+		if !w.peers.pushes.begin(key) {
+			left = append(left, b)
+			continue
+		}
+		l := &layered{key: key, block: b, offsets: map[int]int{}}
 		size := 0
 		for i, s := range kv.Segments(b.Group) {
 			l.offsets[s] = size
 			size += len(spans[i])
 		}
-		if l.slot, err = w.peers.memory.Reserve(key, size); err != nil {
-			failed = append(failed, b.ID)
+		if l.slot, err = w.peers.roomForLayers(key, size); err != nil {
+			w.peers.pushes.end([]*layered{l})
+			left = append(left, b)
 			continue
 		}
 		blocks = append(blocks, l)
 	}
-	return blocks, failed, nil
+	return blocks, left, nil
 }

@@ -17,6 +17,8 @@ func TestMessages(t *testing.T) {
 		{kind: kindGone, keys: []connector.StoreKey{{3}}},
 		{kind: kindFetched, hold: 7},
 		{kind: kindPushed, hold: 8, from: "host:2"},
+		{kind: kindSubscribe},
+		{kind: kindSubscribe, from: "host:3"},
 	} {
 		header, payload := m.encode()
 		got, err := parseMessage(header, len(payload))

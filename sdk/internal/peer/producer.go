@@ -373,6 +373,12 @@ func (p *producer) room(k connector.StoreKey, size int) (*lookupbuffer.Slot, err
 	if !known || a.gone {
 		return nil, errUnwanted
 	}
+	if p.store.has(k) { // it has come over another link meanwhile
+		p.mu.Lock()
+		delete(p.asked, k)
+		p.mu.Unlock()
+		return nil, errUnwanted
+	}
 	slot, err := p.store.memory.Reserve(k, size)
 	if err != nil {
 		p.mu.Lock()

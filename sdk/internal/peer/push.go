@@ -27,28 +27,60 @@ const (
 // pushing is what a producer knows about requests whose blocks it pushes to a consumer.
 type pushing struct {
 	mu   sync.Mutex
-	sent *recent[connector.RequestID, map[connector.StoreKey]bool]
+	sent *recent[connector.RequestID, *sending]
+}
+
+// sending is what a producer has sent of one request.
+type sending struct {
+	keys  map[connector.StoreKey]bool
+	over  *subscriber // which got layers of it; nil: none did
+	until int64       // the bytes that it had been sent with the last of them
 }
 
 func newPushing() *pushing {
-	return &pushing{sent: newRecent[connector.RequestID, map[connector.StoreKey]bool](maxPushing)}
+	return &pushing{sent: newRecent[connector.RequestID, *sending](maxPushing)}
 }
 
 // add records keys as sent for a request, and returns those that had not been sent before.
 func (p *pushing) add(r connector.RequestID, keys []connector.StoreKey) (fresh []connector.StoreKey) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	sent, known := p.sent.get(r)
-	if !known {
-		sent = map[connector.StoreKey]bool{}
-		p.sent.set(r, sent)
-	}
+	s := p.of(r)
 	for _, k := range keys {
-		if !sent[k] {
-			sent[k], fresh = true, append(fresh, k)
+		if !s.keys[k] {
+			s.keys[k], fresh = true, append(fresh, k)
 		}
 	}
 	return fresh
+}
+
+// addLayers records keys as sent for a request, layer by layer, to a subscriber.
+func (p *pushing) addLayers(r connector.RequestID, keys []connector.StoreKey, over *subscriber) {
+	p.add(r, keys)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.of(r)
+	s.over, s.until = over, over.sent.Load()
+}
+
+// of finds or makes what is known about a request. The caller holds mu.
+func (p *pushing) of(r connector.RequestID) *sending {
+	s, known := p.sent.get(r)
+	if !known {
+		s = &sending{keys: map[connector.StoreKey]bool{}}
+		p.sent.set(r, s)
+	}
+	return s
+}
+
+// layers is the subscriber that got layers of a request, or nil, and how many bytes it had been sent with the last of them.
+func (p *pushing) layers(r connector.RequestID) (over *subscriber, until int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s, known := p.sent.get(r); known {
+		return s.over, s.until
+	}
+	return nil, 0
 }
 
 // end forgets a request.
@@ -278,9 +310,8 @@ func values[T any](list []number[T], of T) []connector.Stat {
 // has the block when the producer has it. It asks for blocks that do not arrive like for any others.
 
 const (
-	pushPatience = 2 * time.Second // how long a subscriber may not receive
-	maxParts     = 1024            // parts of one frame
-	partSize     = keySize + 12    // size of a part in a header
+	maxParts = 1024         // parts of one frame
+	partSize = keySize + 12 // size of a part in a header
 )
 
 // part is a piece of a block.
@@ -324,30 +355,79 @@ func parseParts(rest []byte, size int) ([]part, bool) {
 
 // subscriber is a consumer that receives what is computed here.
 type subscriber struct {
-	out   pipe.Pipe
+	out     pipe.Pipe
+	address string // at which it listens for blocks that are pushed; "" if it does not; it does not change once pushes has it
+
 	sent  atomic.Int64 // bytes
 	taken atomic.Int64 // bytes that it has confirmed
 	lost  func()       // ends its link
+
+	dues []due // pushes.mu guards it
 }
 
-// pushes counts what was pushed.
+// due is what happens when a subscriber has confirmed a number of bytes.
+type due struct {
+	bytes int64
+	then  func()
+}
+
+// settle does what is due. The caller holds pushes.mu.
+func (s *subscriber) settle(bytes int64) {
+	s.dues = slices.DeleteFunc(s.dues, func(d due) bool {
+		if d.bytes <= bytes {
+			d.then()
+		}
+		return d.bytes <= bytes
+	})
+}
+
+// pushes knows who subscribes and what is being sent, and counts it.
 type pushes struct {
 	mu          sync.Mutex
 	subscribers map[*subscriber]struct{}
+	sending     map[connector.StoreKey]struct{} // blocks whose layers are being sent
 
 	sent, taken, early atomic.Int64 // bytes
 }
 
-func (p *pushes) add(s *subscriber) {
+// add adds a subscriber that listens at an address. It subscribes once: saves that are under way read the address.
+func (p *pushes) add(s *subscriber, address string) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if _, known := p.subscribers[s]; known {
+		return fmt.Errorf("a consumer has subscribed already: %w", connector.ErrIncompatible)
+	}
+	s.address = address
 	p.subscribers[s] = struct{}{}
+	return nil
 }
 
 func (p *pushes) remove(s *subscriber) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.subscribers, s)
+	s.settle(math.MaxInt64)
+}
+
+// begin claims a block whose layers are to be sent. It reports false while another transfer sends them: a subscriber puts a block
+// together of parts and could not tell those of one transfer from those of the other.
+func (p *pushes) begin(k connector.StoreKey) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, busy := p.sending[k]; busy {
+		return false
+	}
+	p.sending[k] = struct{}{}
+	return true
+}
+
+// end gives up the claim to blocks: no more of their layers will be sent.
+func (p *pushes) end(blocks []*layered) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range blocks {
+		delete(p.sending, b.key)
+	}
 }
 
 func (p *pushes) all() []*subscriber {
@@ -356,12 +436,26 @@ func (p *pushes) all() []*subscriber {
 	return slices.Collect(maps.Keys(p.subscribers))
 }
 
+// after calls a function, which must not block, when a subscriber has confirmed a number of bytes or is gone.
+func (p *pushes) after(s *subscriber, bytes int64, then func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, here := p.subscribers[s]; here && s.taken.Load() < bytes && len(s.dues) < maxPushing {
+		s.dues = append(s.dues, due{bytes, then})
+		return
+	}
+	then()
+}
+
 // confirmed records how much a subscriber has received.
 func (p *pushes) confirmed(s *subscriber, bytes int64) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if was := s.taken.Load(); bytes < was || bytes > s.sent.Load() {
 		return fmt.Errorf("a consumer confirms %d bytes after %d, but %d were sent: %w", bytes, was, s.sent.Load(), connector.ErrIncompatible)
 	}
 	p.taken.Add(bytes - s.taken.Swap(bytes))
+	s.settle(bytes)
 	return nil
 }
 
@@ -394,16 +488,36 @@ func (m *message) parseLayers(rest []byte, size int) (ok bool) {
 		m.bytes = int64(binary.LittleEndian.Uint64(rest))
 		return m.bytes >= 0
 	}
-	return len(rest) == 0 && size == 0
+	m.from = string(rest)
+	return len(rest) <= maxAddress && size == 0
 }
 
 // layered is a block that is being computed: its room in the buffer, and the offsets of its segments there.
 type layered struct {
 	key     connector.StoreKey
-	group   uint16
-	id      connector.BlockID
+	block   connector.Block
 	slot    *lookupbuffer.Slot
 	offsets map[int]int // by segment
+}
+
+// roomForLayers takes room for a block whose layers are pushed. Until all of them are, nothing else can have it, so such blocks
+// take half of the buffer at most.
+func (s *Store) roomForLayers(k connector.StoreKey, size int) (slot *lookupbuffer.Slot, err error) {
+	if s.layers.Add(int64(size)) > s.peers.Bytes/2 {
+		err = connector.ErrBusy
+	} else {
+		slot, err = s.memory.Reserve(k, size)
+	}
+	if err != nil {
+		s.layers.Add(-int64(size))
+	}
+	return slot, err
+}
+
+// end makes the block visible if err is nil, and gives its room back otherwise.
+func (b *layered) end(s *Store, err error) error {
+	s.layers.Add(-int64(len(b.slot.Bytes())))
+	return b.slot.Done(err)
 }
 
 // push is what one transfer sends to its subscribers.
@@ -411,14 +525,30 @@ type push struct {
 	store *Store
 	to    map[*subscriber]int64 // how much each had confirmed when the transfer began
 	sent  int64                 // bytes sent to each
+	until time.Time             // when all has to be sent, from the last layer on; before that each frame has the patience of all
 }
 
-func (s *Store) beginPush() *push {
+// beginPush begins to push what a request computes whose blocks are pushed to an address, or "": to all subscribers, or to the one
+// that listens there.
+func (s *Store) beginPush(to string) *push {
 	p := &push{store: s, to: map[*subscriber]int64{}}
 	for _, sub := range s.pushes.all() {
+		if s.peers.LayersToTarget && (to == "" || sub.address != to) {
+			continue
+		}
 		p.to[sub] = sub.taken.Load()
 	}
 	return p
+}
+
+// reached is a subscriber that has been sent all layers and listens at an address; nil if there is none.
+func (p *push) reached(address string) *subscriber {
+	for sub := range p.to {
+		if address != "" && sub.address == address {
+			return sub
+		}
+	}
+	return nil
 }
 
 // early counts what subscribers had confirmed when the last layer was computed.
@@ -429,52 +559,84 @@ func (p *push) early() {
 }
 
 // layers copies layers to the buffer and sends them.
-func (p *push) layers(blocks []*layered, kv *connector.KV, from, to int) {
+func (p *push) layers(ctx context.Context, blocks []*layered, kv *connector.KV, from, to int) {
 	var parts []part
 	var spans [][]byte
 	for _, b := range blocks {
 		data := b.slot.Bytes()
-		for _, s := range kv.Between(b.group, from, to) {
+		for _, s := range kv.Between(b.block.Group, from, to) {
 			at := b.offsets[s]
-			piece := data[at : at+copy(data[at:], kv.View(s, b.id))]
+			piece := data[at : at+copy(data[at:], kv.View(s, b.block.ID))]
 			parts = append(parts, part{key: b.key, total: uint32(len(data)), offset: uint32(at), size: uint32(len(piece))})
 			spans = append(spans, piece)
 		}
 		if len(parts) >= maxParts-len(b.offsets) {
-			p.send(parts, spans)
+			p.send(ctx, parts, spans)
 			parts, spans = nil, nil
 		}
 	}
-	p.send(parts, spans)
+	p.send(ctx, parts, spans)
 }
 
-// send sends one frame to every subscriber. It drops a subscriber that does not take the frame in time.
-func (p *push) send(parts []part, spans [][]byte) {
-	if len(parts) == 0 || len(p.to) == 0 {
+// send sends parts to every subscriber, unless ctx has ended.
+func (p *push) send(ctx context.Context, parts []part, spans [][]byte) {
+	if len(parts) == 0 || ctx.Err() != nil {
 		return
 	}
-	size := int64(0)
-	for _, s := range spans {
-		size += int64(len(s))
-	}
-	header := appendParts(parts)
+	size := int64(pipe.Size(spans))
 	for sub := range p.to {
 		sub.sent.Add(size)
-		if err := p.tell(sub, header, spans); err != nil {
-			p.store.log.Warn("a subscriber was dropped", "error", err)
-			sub.lost()
-			delete(p.to, sub)
-			continue
-		}
-		p.store.pushes.sent.Add(size)
 	}
+	p.tell(ctx, appendParts(parts), spans)
+	p.store.pushes.sent.Add(size * int64(len(p.to)))
 	p.sent += size
 }
 
-func (p *push) tell(sub *subscriber, header []byte, spans [][]byte) error {
-	ctx, cancel := context.WithTimeout(p.store.ctx, pushPatience)
+// tell sends one frame to all subscribers at once. It drops those that do not take it before ctx ends or they have tried the
+// patience of all.
+func (p *push) tell(ctx context.Context, header []byte, spans [][]byte) {
+	until := p.until
+	if until.IsZero() {
+		until = time.Now().Add(p.store.peers.Patience)
+	}
+	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
-	return sub.out.Send(ctx, header, spans)
+	defer context.AfterFunc(p.store.ctx, cancel)()
+	subscribers := slices.Collect(maps.Keys(p.to))
+	errs := make([]error, len(subscribers))
+	var sends sync.WaitGroup
+	for i, sub := range subscribers {
+		sends.Go(func() {
+			errs[i] = wire.Guard(p.store.log, "send", func() error { return sub.out.Send(ctx, header, spans) })
+		})
+	}
+	sends.Wait()
+	for i, sub := range subscribers {
+		if errs[i] == nil {
+			continue
+		}
+		p.store.log.Warn("a subscriber was dropped", "error", errs[i])
+		if errors.Is(errs[i], context.DeadlineExceeded) {
+			p.store.counts.cut.Add(1)
+		}
+		sub.lost()
+		delete(p.to, sub)
+	}
+}
+
+// giveUp frees the room of blocks that will not be complete. It does not wait until subscribers have heard of that: the engine
+// needs the blocks.
+func (p *push) giveUp(blocks []*layered, err error) {
+	if len(blocks) == 0 {
+		return
+	}
+	for _, b := range blocks {
+		_ = b.end(p.store, err)
+	}
+	p.store.tasks.Go(func() {
+		p.drop(blocks)
+		p.store.pushes.end(blocks)
+	})
 }
 
 // drop tells subscribers that the rest of some blocks will not come.
@@ -487,155 +649,6 @@ func (p *push) drop(blocks []*layered) {
 		some := message{kind: kindDrop, keys: m.keys[:min(len(m.keys), maxWant)]}
 		m.keys = m.keys[len(some.keys):]
 		header, payload := some.encode()
-		for sub := range p.to {
-			if p.tell(sub, header, [][]byte{payload}) != nil {
-				sub.lost()
-			}
-		}
+		p.tell(p.store.ctx, header, [][]byte{payload})
 	}
-}
-
-// subscription receives what one producer computes, as long as the store is open.
-type subscription struct {
-	store    *Store
-	address  string
-	partial  map[connector.StoreKey]*partial
-	received int64
-}
-
-// partial is a block of which some parts have arrived.
-type partial struct {
-	slot *lookupbuffer.Slot // nil if there was no room; the parts are then dropped
-	size int
-	got  int
-}
-
-// run dials again and again. It warns of the first failure, and again when it hears that the producer refuses it, which
-// the operator has to mend.
-func (s *subscription) run() {
-	for pause, warned, refused := redialAfter, false, false; ; pause = min(2*pause, pushPatience) {
-		began := time.Now()
-		err := wire.Guard(s.store.log, "subscribe", s.once)
-		if s.store.ctx.Err() != nil {
-			return
-		}
-		if time.Since(began) > time.Second {
-			pause, warned, refused = redialAfter, false, false
-		}
-		if refuses := errors.Is(err, connector.ErrIncompatible); !warned || refuses && !refused {
-			s.store.log.Warn("a producer's layers do not arrive, its blocks are fetched instead", "address", s.address, "error", err)
-			warned, refused = true, refuses
-		}
-		if !s.store.pause(pause) {
-			return
-		}
-	}
-}
-
-// once dials and receives until the link breaks.
-func (s *subscription) once() error {
-	ctx, cancel := context.WithTimeout(s.store.ctx, s.store.peers.Wait)
-	link, err := s.store.peers.Network.Dial(ctx, s.address)
-	cancel()
-	if err != nil {
-		return err
-	}
-	s.partial, s.received = map[connector.StoreKey]*partial{}, 0
-	defer func() {
-		_ = link.Close()
-		for k := range s.partial {
-			s.drop(k)
-		}
-	}()
-	if err := s.store.send(link.Out, &message{kind: kindSubscribe}, nil); err != nil {
-		return err
-	}
-	for {
-		if err := s.receive(link); err != nil {
-			return err
-		}
-	}
-}
-
-// receive handles one frame.
-func (s *subscription) receive(link pipe.Link) error {
-	var m *message
-	var payload []byte
-	err := link.In.Recv(s.store.ctx, func(header []byte, size int) (spans [][]byte, err error) {
-		if m, err = parseMessage(header, size); err != nil {
-			return nil, err
-		}
-		if m.kind != kindParts {
-			payload = make([]byte, size)
-			return [][]byte{payload}, nil
-		}
-		for _, p := range m.parts {
-			span, err := s.place(&p)
-			if err != nil {
-				return nil, err
-			}
-			spans = append(spans, span)
-		}
-		return spans, nil
-	})
-	if err != nil {
-		return err
-	}
-	switch m.kind {
-	case kindParts:
-		for _, p := range m.parts {
-			s.arrived(&p)
-		}
-		return s.store.send(link.Out, &message{kind: kindTaken, bytes: s.received}, nil)
-	case kindDrop:
-		if err := m.parseKeys(payload); err != nil {
-			return err
-		}
-		for _, k := range m.keys {
-			s.drop(k)
-		}
-		return nil
-	}
-	return fmt.Errorf("a producer sent a message of kind %d: %w", m.kind, connector.ErrIncompatible)
-}
-
-// place returns the memory for a part.
-func (s *subscription) place(p *part) ([]byte, error) {
-	b := s.partial[p.key]
-	if b == nil {
-		b = &partial{size: int(p.total)}
-		var err error
-		if b.slot, err = s.store.memory.Reserve(p.key, b.size); err != nil && !errors.Is(err, connector.ErrBusy) && !errors.Is(err, connector.ErrIncompatible) {
-			return nil, err
-		}
-		s.partial[p.key] = b
-	}
-	switch {
-	case b.size != int(p.total) || b.got+int(p.size) > b.size:
-		return nil, fmt.Errorf("a producer sends parts that do not fit: %w", connector.ErrIncompatible)
-	case b.slot == nil:
-		return make([]byte, p.size), nil
-	}
-	return b.slot.Bytes()[p.offset:][:p.size], nil
-}
-
-// arrived counts a part; with the last one its block can be found.
-func (s *subscription) arrived(p *part) {
-	s.received += int64(p.size)
-	b := s.partial[p.key]
-	if b.got += int(p.size); b.got < b.size {
-		return
-	}
-	delete(s.partial, p.key)
-	if b.slot != nil {
-		_ = b.slot.Done(nil)
-	}
-}
-
-// drop gives up a block that will not be complete.
-func (s *subscription) drop(k connector.StoreKey) {
-	if b := s.partial[k]; b != nil && b.slot != nil {
-		_ = b.slot.Done(errUnwanted)
-	}
-	delete(s.partial, k)
 }

@@ -44,3 +44,41 @@ func TestSubscriptionSaysThatItIsRefused(t *testing.T) {
 		require.Equal(t, 1, bytes.Count(log.Bytes(), []byte("another key")), log.String())
 	})
 }
+
+// nowhere is a network of one listener, on which nobody can be reached.
+type nowhere struct {
+	pipe.Network
+	pipe.Listener
+}
+
+func (nowhere) Dial(context.Context, string) (pipe.Link, error) {
+	return pipe.Link{}, connector.ErrGone
+}
+
+func (nowhere) Address() string { return "here" }
+func (nowhere) Close() error    { return nil }
+
+// A block that could not be stored does not count as sent: a later try that stores it sends it.
+func TestPushSavedSendsWhatIsStored(t *testing.T) {
+	s := newStore(pipe.Peers{Network: nowhere{}, Bytes: 1 << 10, Patience: time.Minute, Wait: time.Minute, Push: func(connector.RequestID) string { return "there" }}, nil, slog.New(slog.DiscardHandler))
+	s.listener = nowhere{}
+	defer func() { require.NoError(t, s.Close()) }()
+	w := &Worker{side{peers: s}}
+	save := &connector.Transfer{Request: "r", Blocks: []connector.Block{{Key: connector.BlockKey{1}}, {Key: connector.BlockKey{2}, ID: 1}}}
+	keys := w.keys(save.Blocks, 0, 1)
+	require.NoError(t, s.Put(t.Context(), []connector.Item{{Key: keys[0], Spans: [][]byte{{1}}}}))
+	w.PushSaved(t.Context(), save)
+	require.Equal(t, keys[1:], s.pushing.add("r", keys))
+}
+
+// A consumer subscribes once: a save that is under way compares its address.
+func TestSubscribesOnce(t *testing.T) {
+	s := newStore(pipe.Peers{}, nil, nil)
+	defer func() { require.NoError(t, s.Close()) }()
+	consumer := &subscriber{}
+	require.NoError(t, s.answer(consumer, &message{kind: kindSubscribe, from: "a"}))
+	push := s.beginPush("")
+	require.ErrorIs(t, s.answer(consumer, &message{kind: kindSubscribe, from: "another"}), connector.ErrIncompatible)
+	require.Equal(t, consumer, push.reached("a"))
+	require.Nil(t, push.reached("another"))
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -31,7 +32,9 @@ type Store struct {
 	memory   *lookupbuffer.Memory
 	holds    *holdTable
 	pushes   pushes
-	layered  bool // its layers are counted
+	layered  bool         // its layers are counted
+	partial  atomic.Int64 // bytes of blocks of which some parts have arrived
+	layers   atomic.Int64 // bytes of blocks whose layers are being pushed
 	pushing  *pushing
 	coming   *coming
 	counts   counts
@@ -49,7 +52,7 @@ type Store struct {
 func newStore(peers pipe.Peers, pool *lookupbuffer.Pool, log *slog.Logger) *Store {
 	s := &Store{
 		peers: peers, log: log, holds: newHoldTable(), pushing: newPushing(), coming: newComing(), producers: map[string]*producer{}, links: map[*consumerLink]struct{}{},
-		pushes: pushes{subscribers: map[*subscriber]struct{}{}},
+		pushes: pushes{subscribers: map[*subscriber]struct{}{}, sending: map[connector.StoreKey]struct{}{}},
 		memory: lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: peers.Bytes, Keep: true, Spill: pool}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
@@ -171,8 +174,7 @@ func (s *Store) answer(to *subscriber, m *message) error {
 	out := to.out
 	switch m.kind {
 	case kindSubscribe:
-		s.pushes.add(to)
-		return nil
+		return s.pushes.add(to, m.from)
 	case kindTaken:
 		return s.pushes.confirmed(to, m.bytes)
 	case kindWant:

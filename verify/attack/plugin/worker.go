@@ -6,7 +6,10 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"slices"
+	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 	"unsafe"
@@ -27,10 +30,25 @@ func attacking(p connector.Plugin) connector.Plugin {
 			return nil, err
 		}
 		s, err := scheduling(ctx, env, raw)
-		if err != nil || c.Mode != "many" && c.Mode != "negative" {
-			return s, err
+		if err != nil {
+			return nil, err
 		}
-		return &liar{Scheduler: s, negative: c.Mode == "negative"}, nil
+		switch c.Mode {
+		case "many", "negative":
+			return &liar{Scheduler: s, negative: c.Mode == "negative"}, nil
+		case "events":
+			return &reporter{Scheduler: s, keys: make([]connector.BlockKey, 1)}, nil
+		}
+		return s, nil
+	}
+	describe := p.Describe
+	p.Capabilities |= connector.CanEvents
+	p.Describe = func(ctx context.Context, raw json.RawMessage) (connector.Info, error) {
+		info, err := describe(ctx, raw)
+		if c, wrong := sdk.DecodeConfig[config](raw); wrong == nil && c.Mode == "events" {
+			info.Capabilities |= connector.CanEvents
+		}
+		return info, err
 	}
 	p.Worker = func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Worker, error) {
 		c, err := sdk.DecodeConfig[config](raw)
@@ -62,6 +80,42 @@ func (l *liar) Match(ctx context.Context, queries []connector.Query) ([]connecto
 		}
 	}
 	return matches, err
+}
+
+// reporter reports without end that it has the blocks that it was asked for, in a new place each time.
+type reporter struct {
+	connector.Scheduler
+
+	mu   sync.Mutex
+	keys []connector.BlockKey
+	seq  uint64
+}
+
+// reports is how many events it has at once, as many as a plugin may.
+const reports = 4096
+
+// Match implements connector.Scheduler.
+func (r *reporter) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
+	r.mu.Lock()
+	for i := range queries {
+		if len(queries[i].Keys) > 0 {
+			r.keys = slices.Clone(queries[i].Keys)
+		}
+	}
+	r.mu.Unlock()
+	return r.Scheduler.Match(ctx, queries)
+}
+
+// Events implements connector.EventSource.
+func (r *reporter) Events(context.Context) ([]connector.BlockEvent, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var events []connector.BlockEvent
+	for range reports {
+		r.seq++
+		events = append(events, connector.BlockEvent{Seq: r.seq, Kind: connector.BlocksStored, Keys: r.keys, Medium: strconv.FormatUint(r.seq, 36), Scope: connector.ScopeEngine})
+	}
+	return events, nil
 }
 
 type worker struct {

@@ -2,7 +2,9 @@ package serve
 
 import "math"
 
-// queue is how many requests of a run were under way when the first one that counts left, and when the last one did.
+// queue is how many requests of a run were under way when the last one of the warm-up left, and when the last one that counts did. The
+// first one that counts would be the wrong moment: it comes after the time at which the warm-up ends, which lies in a longer gap than
+// others do, so that fewer are under way then.
 type queue struct {
 	first, last, counted int
 	warm                 bool // other requests had left before
@@ -12,14 +14,13 @@ func queueOf(run []Outcome) queue {
 	q := queue{warm: len(run) > 0 && run[0].Aside}
 	var first, last *Outcome
 	for i := range run {
-		if run[i].Aside {
-			continue
-		}
-		if first == nil {
+		switch {
+		case !run[i].Aside:
+			last = &run[i]
+			q.counted++
+		case q.counted == 0:
 			first = &run[i]
 		}
-		last = &run[i]
-		q.counted++
 	}
 	for i := range run {
 		o := &run[i]
@@ -39,7 +40,7 @@ const (
 	overloadedErrors = 2 // standard errors of the seeds' mean
 )
 
-// Growth is by how many requests the queue grew, for each that came, on average over the runs: near 0 where the setup keeps up. It is NaN if a run has no
+// Growth is by how many requests the queue grew, for each that counts, on average over the runs: near 0 where the setup keeps up. It is NaN if a run has no
 // warm-up: then the queue was empty at first, and grows under any load.
 func (r *Result) Growth() float64 {
 	mean, _ := r.growth()

@@ -3,6 +3,7 @@ package serve
 import (
 	"context"
 	"math"
+	"math/rand/v2"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -70,6 +71,25 @@ func TestOverloaded(t *testing.T) {
 	cold := served(t, 125*time.Millisecond, 0, 1)
 	require.True(t, math.IsNaN(cold.Growth()), "an empty server's queue grows in any case")
 	require.False(t, cold.Overloaded())
+}
+
+// Few requests for each seed are no growth by themselves: the queue is looked at when a request leaves, at both ends.
+func TestGrowthOfShortRuns(t *testing.T) {
+	const seeds, requests = 4000, 13
+	r := &Result{Setup: "s"}
+	w := DefaultWorkload()
+	w.Requests, w.Rate, w.WarmUp, w.CoolDown = requests, 0.5, 30, 4
+	for seed := range uint64(seeds) {
+		rng := rand.New(rand.NewPCG(seed, 1))
+		var run []Outcome
+		for _, q := range w.Draw(seed) {
+			run = append(run, Outcome{At: q.At, Aside: q.Aside, End: q.At + time.Duration(rng.ExpFloat64()*float64(2*time.Second))})
+		}
+		r.queues = append(r.queues, queueOf(run))
+	}
+	mean, deviation := r.growth()
+	require.Less(t, deviation, 0.003)
+	require.InDelta(t, 0, mean, 4*deviation, "about one request of 13 if it began with the first that counts")
 }
 
 // What leaves before and after those that count is sent, and is not in the numbers.

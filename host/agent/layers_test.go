@@ -1,0 +1,138 @@
+package agent
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
+	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+)
+
+// layered is an agent with two ranks whose connector holds what is saved, and brings it layer by layer. No second layer
+// arrives before the gate is there.
+type layered struct {
+	t     *testing.T
+	s     *process
+	ranks []*process
+	hs    []connector.BlockKey
+	gate  string
+	loads int
+}
+
+func openLayered(t *testing.T, fault string) *layered {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "h") //nolint:usetesting // the name of a socket must be short
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	l := &layered{t: t, hs: hashes("a", 4), gate: filepath.Join(dir, "gate")}
+	o := open(t, fmt.Sprintf(`{"kv_connector": "HoldConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "gate": %q, "fault": %q},
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"transfer": "1m", "finish": "1m", "later": "1m"}}}`, dir, l.gate, fault),
+		func(l *limits) { l.finish = time.Minute })
+	for rank := range 2 {
+		l.ranks = append(l.ranks, worker(t, o.socket, rankAt(rank, 2)))
+	}
+	for _, w := range l.ranks {
+		w.attached()
+	}
+	l.s = scheduler(t, o.socket)
+	return l
+}
+
+// load holds the blocks of a request and begins a load of them by another one. It returns where they go.
+func (l *layered) load(id string, layerWise ...string) []connector.Block {
+	l.t.Helper()
+	first := connector.BlockID(16 * l.loads)
+	from, to := transfer("from "+id, l.hs, first), transfer(id, l.hs, first+8)
+	for rank, w := range l.ranks {
+		w.fill(from.Blocks, rank)
+	}
+	l.s.step(&connector.Step{ID: uint64(2*l.loads + 1), Arrived: []connector.Query{query("from "+id, l.hs)}, Computed: []connector.Transfer{from}})
+	require.Empty(l.t, l.s.event(saved, "from "+id).GetFailed())
+	q := query(id, l.hs)
+	q.Ticket = l.s.finish("from "+id, from.Tokens, from.Blocks)
+	require.NotEmpty(l.t, q.Ticket)
+	require.Equal(l.t, to.Tokens, l.s.match(q))
+	l.loads++
+	l.s.post(&kvportv1.AgentCall{LayerWise: layerWise, Call: &kvportv1.AgentCall_Step{
+		Step: wire.StepToProto(&connector.Step{ID: uint64(2 * l.loads), Admitted: []connector.Transfer{to}}),
+	}}, nil)
+	return to.Blocks
+}
+
+// sameLayer reports whether a layer of some blocks has come.
+func (p *process) sameLayer(blocks []connector.Block, rank, layer int) bool {
+	n, same := 0, true
+	p.each(blocks, rank, func(have, want []byte) {
+		same = same && (n%segments != layer || bytes.Equal(have, want))
+		n++
+	})
+	return same
+}
+
+// first waits until the ranks learn of the first layer of a load, and makes sure that it is there and the second one is not.
+func (l *layered) first(id string, to []connector.Block) {
+	l.t.Helper()
+	for rank, w := range l.ranks {
+		e := w.event(layersEvent, id)
+		require.Equal(l.t, uint32(1), e.GetLayers())
+		require.Equal(l.t, uint64(2*l.loads), e.GetStep())
+		require.True(l.t, w.sameLayer(to, rank, 0), "announced without its bytes")
+		require.False(l.t, w.sameLayer(to, rank, 1))
+		require.False(l.t, w.has(loaded, id))
+	}
+}
+
+// Rule AGENT-15: the ranks learn of each layer of a load that its step named, and of no layer of another one.
+func TestLayers(t *testing.T) {
+	l := openLayered(t, "")
+	to := l.load("q", "q")
+	l.first("q", to)
+	require.NoError(t, os.WriteFile(l.gate, nil, 0o600))
+	for rank, w := range l.ranks {
+		require.Empty(t, w.event(loaded, "q").GetFailed())
+		require.True(t, w.same(to, rank))
+		require.False(t, w.has(landed, "q"), "nothing of it may be read before it is verified")
+	}
+	require.Empty(t, l.s.event(loaded, "q").GetFailed())
+	require.False(t, l.s.has(layersEvent, "q"), "the scheduler has no use for it")
+
+	to = l.load("r")
+	for rank, w := range l.ranks {
+		w.event(landed, "r")
+		require.Empty(t, w.event(loaded, "r").GetFailed())
+		require.True(t, w.same(to, rank))
+		require.False(t, w.has(layersEvent, "r"), "nobody asked for them")
+	}
+}
+
+// A layer that is not what was saved is not announced, and the load ends with its blocks as failed.
+func TestLayersDamaged(t *testing.T) {
+	l := openLayered(t, "damage")
+	to := l.load("q", "q")
+	l.first("q", to)
+	require.NoError(t, os.WriteFile(l.gate, nil, 0o600))
+	for _, w := range l.ranks {
+		require.Equal(t, []int32{int32(to[3].ID)}, w.event(loaded, "q").GetFailed())
+		require.False(t, w.has(layersEvent, "q"))
+	}
+}
+
+// The plugin dies when a layer was announced: the load is not tried again, which would write what is being read.
+func TestLayersPluginKilled(t *testing.T) {
+	l := openLayered(t, "")
+	to := l.load("q", "q")
+	l.first("q", to)
+	require.NoError(t, unix.PidfdSendSignal(int(l.ranks[0].announced(1).Fd()), unix.SIGKILL, nil, 0))
+	for _, w := range l.ranks {
+		require.Len(t, w.event(loaded, "q").GetFailed(), len(to))
+		require.False(t, w.has(layersEvent, "q"))
+	}
+}

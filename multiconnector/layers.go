@@ -1,0 +1,84 @@
+package multiconnector
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// errEarly is the error of a child that says it has stored what was not computed yet.
+var errEarly = fmt.Errorf("it answered before all layers were computed: %w", connector.ErrIncompatible)
+
+// SaveLayers implements connector.LayerWorker. A child with the power gets each layer as it becomes final, another one saves
+// when the last one is.
+func (w *worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress) error {
+	return w.SaveLayersTelling(ctx, t, kv, progress, func() {})
+}
+
+// SaveLayersTelling is SaveLayers, which calls promised as SaveTelling does.
+func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error {
+	err := w.save(t, promised, true, func(p *saving, child int, part *connector.Transfer) error {
+		return w.layersTo(ctx, child, part, kv, &told{Progress: progress, all: kv.Layout().Layers(), computed: p.computed})
+	})
+	if err != nil {
+		return err
+	}
+	return allFinal(ctx, progress, kv.Layout().Layers()) // perhaps no child had to be asked
+}
+
+// layersTo saves a part to one child while its layers are computed.
+func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transfer, kv *connector.KV, progress *told) error {
+	side, ok := connector.As[connector.LayerWorker](w.sides[child])
+	if !ok || w.children[child].Info.Capabilities&connector.CanLayers == 0 {
+		if err := allFinal(ctx, progress.Progress, progress.all); err != nil {
+			return err
+		}
+		progress.computed()
+		return w.sides[child].Save(ctx, part, kv)
+	}
+	err := side.SaveLayers(ctx, part, kv, progress)
+	if err == nil && progress.layers() < progress.all {
+		return errEarly
+	}
+	return err
+}
+
+// allFinal waits until all layers are final.
+func allFinal(ctx context.Context, progress connector.Progress, layers int) (err error) {
+	for n := 0; n < layers && err == nil; {
+		n, err = progress.Wait(ctx, n)
+	}
+	return err
+}
+
+// told is a Progress that remembers what it has said. In a child's process that is a little less than what the host of that process has
+// heard, so a child that answers while the last layer is on its way to it may pass: digests find what it has not read.
+type told struct {
+	connector.Progress
+	all      int
+	computed func() // called when all layers are final
+
+	mu   sync.Mutex
+	most int
+}
+
+// Wait implements connector.Progress.
+func (p *told) Wait(ctx context.Context, seen int) (int, error) {
+	n, err := p.Progress.Wait(ctx, seen)
+	p.mu.Lock()
+	last := n >= p.all && p.most < p.all
+	p.most = max(p.most, n)
+	p.mu.Unlock()
+	if last {
+		p.computed()
+	}
+	return n, err
+}
+
+func (p *told) layers() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.most
+}
