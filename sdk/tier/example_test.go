@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
 	"path/filepath"
 
@@ -21,13 +22,14 @@ type config struct {
 // ArenaBytes asks the host for the memory: it outlives the plugin, and the host reads it.
 func (c *config) ArenaBytes() int64 { return c.Memory }
 
-// open puts memory before the folder.
+// open puts memory before a folder of this engine.
 func open(_ context.Context, env connector.Env, c config) (connector.Store, error) {
-	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+	dir := filepath.Join(c.Dir, "engine-"+url.PathEscape(env.Engine))
+	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
 	o := tier.OptionsFor(&env)
-	o.Policy, o.Lower = tier.S3FIFO, folder{c.Dir}
+	o.Policy, o.Lower = tier.S3FIFO, folder{dir}
 	return tier.Open(o)
 }
 
@@ -38,7 +40,7 @@ func plugin() connector.Plugin {
 	}, open)
 }
 
-// folder is a Store that knows nothing of memory: one file a block.
+// folder is a Store that knows nothing of memory: one file a block. It has no limit, and whoever is killed amid a Put leaves a file.
 type folder struct{ dir string }
 
 func (f folder) path(k connector.StoreKey) string { return filepath.Join(f.dir, k.String()) }

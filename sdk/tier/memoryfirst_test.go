@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -19,6 +21,42 @@ import (
 func TestMemoryFirst(t *testing.T) {
 	profiles := []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.Place}
 	conformance.Run(t, conformance.InProcess(plugin(), json.RawMessage(`{"memory_bytes": 16777216, "dir": "@TMP@/kv"}`)), profiles...)
+}
+
+// Two engines with one config do not see each other's blocks below: a reset of one, whose weights have changed, takes nothing from the
+// other, and what that one stores afterwards is nothing to the first.
+func TestEnginesHaveFoldersOfTheirOwn(t *testing.T) {
+	ctx, size := t.Context(), 64
+	dir, stores := t.TempDir(), map[string]*tier.Store{}
+	for _, name := range []string{"../a", "b"} {
+		env := connector.Env{Engine: name, Arena: make([]byte, tier.ArenaBytes(2, int64(size)))}
+		env.Layout = connector.Layout{Name: "test", Blocks: 4, Groups: []connector.Group{{BlockTokens: 16}}, Segments: []connector.Segment{{BlockStride: int64(size), Bytes: int64(size)}}}
+		s, err := open(ctx, env, config{Dir: filepath.Join(dir, "below")})
+		require.NoError(t, err)
+		defer s.Close()
+		stores[name] = s.(*tier.Store)
+	}
+	ks := []connector.StoreKey{{1}, {2}, {3}}
+	for range 2 { // twice, so that it is written below
+		for _, k := range ks {
+			require.NoError(t, stores["b"].Put(ctx, []connector.Item{{Key: k, Spans: [][]byte{make([]byte, size)}}}))
+			require.NoError(t, stores["b"].Flush(ctx))
+		}
+	}
+	for range 2 {
+		found, err := stores["../a"].Lookup(ctx, [][]connector.StoreKey{ks})
+		require.NoError(t, err)
+		require.Equal(t, []int{0}, found)
+		emptied, err := stores["../a"].Reset(ctx)
+		require.NoError(t, err)
+		require.True(t, emptied)
+	}
+	found, err := stores["b"].Lookup(ctx, [][]connector.StoreKey{ks})
+	require.NoError(t, err)
+	require.Equal(t, []int{3}, found)
+	entries, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Len(t, entries, 1, "a name with .. stays inside")
 }
 
 // closing is a Store that says how often it was closed.
