@@ -26,11 +26,13 @@ type below struct {
 	admit  *sketch // nil: every block
 	staged staging
 
-	queue chan job
-	ahead chan []*stage
-	stop  context.CancelFunc
-	done  sync.WaitGroup
-	ends  sync.Map // of blocks on their way up: key -> expiry
+	queue   chan job
+	ahead   chan []*stage
+	stop    context.CancelFunc
+	stopped <-chan struct{} // closed by stop
+	writes  interruptible
+	done    sync.WaitGroup
+	ends    sync.Map // of blocks on their way up: key -> expiry
 }
 
 // job is a block to be written, or a sign that all before it are.
@@ -50,10 +52,45 @@ func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
 		b.admit = newSketch(8 * m.slots)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	b.stop = cancel
+	b.stop, b.stopped = cancel, ctx.Done()
 	b.done.Go(func() { b.write(ctx) })
 	b.done.Go(func() { b.fetch(ctx) })
 	return b
+}
+
+// interruptible ends what is written behind while somebody waits for the gate, which a write holds. Its zero value is ready to use.
+type interruptible struct {
+	mu      sync.Mutex
+	waiting int                // who wants it ended
+	end     context.CancelFunc // of the write that is under way; nil: none is
+}
+
+// begin is the context of a write, until end. It has ended already if somebody waits.
+func (i *interruptible) begin(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.waiting > 0 {
+		cancel()
+	}
+	i.end = cancel
+	return ctx, cancel
+}
+
+// wait ends the write that is under way, and those that begin before resume.
+func (i *interruptible) wait() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.waiting++
+	if i.end != nil {
+		i.end()
+	}
+}
+
+func (i *interruptible) resume() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.waiting--
 }
 
 func (b *below) close() {
@@ -108,6 +145,8 @@ func (b *below) write(ctx context.Context) {
 func (b *below) writeJobs(ctx context.Context, jobs []job) {
 	b.gate.RLock()
 	defer b.gate.RUnlock()
+	ctx, end := b.writes.begin(ctx)
+	defer end()
 	var items []connector.Item
 	var ids []uint32
 	for _, j := range jobs {
@@ -222,17 +261,21 @@ func (b *below) expiry(k connector.StoreKey) int64 {
 	return 0
 }
 
-// flush waits until all that is queued now was written.
+// flush waits until all that is queued now was written. Nothing is any more once stop was called.
 func (b *below) flush(ctx context.Context) error {
 	mark := make(chan struct{})
 	select {
 	case b.queue <- job{mark: mark}:
+	case <-b.stopped:
+		return errClosed
 	case <-ctx.Done():
 		return ctx.Err()
 	}
 	select {
 	case <-mark:
 		return nil
+	case <-b.stopped:
+		return errClosed
 	case <-ctx.Done():
 		return ctx.Err()
 	}

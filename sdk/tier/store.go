@@ -22,6 +22,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -41,7 +42,7 @@ type Store struct {
 	mem       counts
 
 	gate   sync.RWMutex // held for reading by every call, so that Reset meets none
-	closed bool
+	closed atomic.Bool
 }
 
 // Open makes a Store. Blocks that an earlier one left in Options.Memory are there at once, in the order
@@ -282,6 +283,10 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 // Reset implements connector.Resetter: it waits for running calls and forgets every block, in memory
 // and below. emptied is false if the lower tier cannot forget.
 func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
+	if s.below != nil { // what is written behind has no caller whose patience ends
+		s.below.writes.wait()
+		defer s.below.writes.resume()
+	}
 	s.gate.Lock()
 	defer s.gate.Unlock()
 	if s.below != nil {
@@ -297,7 +302,7 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	return false, nil
 }
 
-// Flush waits until every block that waits for the lower tier has been written there, or ctx ends.
+// Flush waits until every block that waits for the lower tier has been written there, or ctx ends. After Close it is an error.
 func (s *Store) Flush(ctx context.Context) error {
 	if s.below == nil {
 		return nil
@@ -311,17 +316,20 @@ const closeWait = 2 * time.Second
 // Close implements connector.Store. What waits to be written to the lower tier is, for a short time.
 // Blocks in Options.Memory stay there for the next Store.
 func (s *Store) Close() error {
-	s.gate.Lock()
-	closed := s.closed
-	s.closed = true
-	s.gate.Unlock()
-	if closed || s.below == nil {
+	if s.closed.Swap(true) {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
-	defer cancel()
-	_ = s.below.flush(ctx) // what is not written is computed again
-	s.below.close()
+	if s.below != nil { // before the gate, which a write holds as long as it likes
+		ctx, cancel := context.WithTimeout(context.Background(), closeWait)
+		defer cancel()
+		_ = s.below.flush(ctx) // what is not written is computed again
+		s.below.close()
+	}
+	s.gate.Lock() // until running calls are over
+	defer s.gate.Unlock()
+	if s.below == nil {
+		return nil
+	}
 	return s.o.Lower.Close()
 }
 
@@ -443,6 +451,7 @@ var (
 	ErrThreshold = fmt.Errorf("below the store threshold: %w", connector.ErrDeclined)
 	errFull      = errors.New("the disk is full")
 	errAbsent    = errors.New("not stored")
+	errClosed    = errors.New("the store is closed")
 	// ErrQuota is what every *QuotaError is.
 	ErrQuota = fmt.Errorf("over quota: %w", connector.ErrDeclined)
 )
@@ -496,7 +505,7 @@ type Options struct {
 	Digests map[int]int
 	// Lower is the tier below memory: a Disk, or a store elsewhere. Its Items begin with a span more, of LowerHeader bytes, and
 	// end with the digests as all do. The Store owns it: it closes it, and resets it if it is a connector.Resetter. It is called
-	// from several goroutines. nil: none.
+	// from several goroutines. Each call must end with its context, that of a write behind, too: Reset and Close end it. nil: none.
 	Lower connector.Store
 	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
 	// every block.
