@@ -2,6 +2,7 @@ package host
 
 import (
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/place"
 	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // placement is the host's end of a connector that places its blocks: what is resident is matched and loaded without a call
@@ -279,15 +281,23 @@ func (p *placement) takeUsed() (used []uint32) {
 	return used
 }
 
-// learn takes note of slots that a save or load has named. The error says that no honest plugin names them.
-func (p *placement) learn(slots []uint32) error {
+// learn takes note of slots that a save or load of that many blocks has named. The error says that no honest plugin names them.
+func (p *placement) learn(slots []uint32, moved int) error {
+	if len(slots) > moved+wire.MaxUnnamed {
+		return fmt.Errorf("%d slots are named for %d blocks", len(slots), moved)
+	}
 	if !p.enter() {
 		return nil
 	}
 	defer p.leave()
 	now := time.Now().UnixMilli()
 	for _, s := range slots {
-		err := shm.Guard(func() error { return p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now) })
+		err := shm.Guard(func() error {
+			if p.host.Knows(place.Slot(s)) {
+				return nil
+			}
+			return p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now)
+		})
 		if refused, is := errors.AsType[*place.RefusalError](err); is && refused.Fault() {
 			return err
 		}

@@ -129,7 +129,7 @@ func (r *placerRig) learn() {
 		if _, err := io.ReadFull(r.named, slot[:]); err != nil {
 			return
 		}
-		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}) != nil {
+		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}, 1) != nil {
 			r.faults.Add(1)
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // placedRig is an engine with a plugin that places: the plugin's end is a Shelf in this process.
@@ -99,7 +100,7 @@ func (r *placedRig) save(n int, bs ...connector.Block) (slots []uint32) {
 		r.shelf.Publish(slot, &place.Header{Key: r.p.key(b.Key, b.Group, n), Length: uint32(len(data)), Group: b.Group})
 		slots = append(slots, uint32(slot))
 	}
-	require.NoError(r, r.p.learn(slots))
+	require.NoError(r, r.p.learn(slots, len(slots)))
 	return slots
 }
 
@@ -181,7 +182,7 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	require.False(t, ok)
 	_, ok = r.p.match(r.query(ks[:1], 0))
 	require.True(t, ok)
-	require.NoError(t, r.p.learn(slots))
+	require.NoError(t, r.p.learn(slots, len(slots)))
 	_, ok = r.p.match(r.query(ks, 0))
 	require.False(t, ok, "the plugin may name it as often as it likes")
 	r.next = slots[1]
@@ -214,7 +215,11 @@ func TestPlacementOfLoads(t *testing.T) {
 	r.p.forget()
 	require.False(t, r.loaded(0, bs...))
 	h := &Host{place: r.p}
-	load := func() { require.NoError(t, h.loadTo(t.Context(), w, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)) }
+	load := func() {
+		named, err := h.loadTo(t.Context(), w, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
+		require.NoError(t, err)
+		h.learn(named, len(bs))
+	}
 	load()
 	require.Equal(t, w.slots, w.used)
 	require.True(t, r.loaded(0, bs...))
@@ -224,8 +229,32 @@ func TestPlacementOfLoads(t *testing.T) {
 	require.Empty(t, w.used, "each read is told once")
 	r.p.pause()
 	load()
+	require.Zero(t, r.p.host.Resident(), "named during a reset")
 	r.p.resume()
-	require.False(t, r.loaded(0, bs...), "named during a reset")
+	require.False(t, r.loaded(0, bs...))
+}
+
+// Rule PLACE-26: what a plugin names is bounded by what it was asked for, and what is known already is not looked at again.
+func TestPlacementIsToldMuch(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 3), 0)
+	slots := r.save(0, bs...)
+	many := slices.Repeat(slots[:1], 1+wire.MaxUnnamed)
+	require.NoError(t, r.p.learn(many, 1))
+	require.ErrorContains(t, r.p.learn(append(many, slots[1]), 1), "slots are named for 1 blocks")
+	require.True(t, r.loaded(0, bs...))
+	allocated := testing.AllocsPerRun(1, func() { require.NoError(t, r.p.learn(many, 1)) })
+	require.Less(t, allocated, 2*float64(len(many)), "nothing is read of a slot that is known")
+	for _, s := range slots {
+		require.True(t, r.p.host.Knows(place.Slot(s)))
+	}
+	require.False(t, r.p.host.Knows(place.Slot(r.env.Slots)))
+	require.False(t, r.p.host.Knows(place.Slot(slots[2]+1)))
+	r.shelf.Retire(place.Slot(slots[1]))
+	require.False(t, r.p.host.Knows(place.Slot(slots[1])), "it is in use no more")
+	r.next = slots[1]
+	r.save(0, bs[1])
+	require.True(t, r.loaded(0, bs...), "it has another use, of which the host has learned")
 }
 
 // Rule PLACE-23: the blocks of a plugin that died stay known, if its next life keeps them; other memory has none.
@@ -247,7 +276,7 @@ func TestPlacementOverLives(t *testing.T) {
 	require.False(t, r.loaded(0, bs...))
 	_, ok := r.p.match(r.query(keys(1, 3), 0))
 	require.False(t, ok)
-	require.NoError(t, r.p.learn(slots))
+	require.NoError(t, r.p.learn(slots, len(slots)))
 }
 
 // Rule PLACE-24: from the beginning of a reset until its answer nothing is placed, and what was said before counts for nothing.
@@ -257,13 +286,13 @@ func TestPlacementReset(t *testing.T) {
 	slots := r.save(0, bs...)
 	r.p.pause()
 	require.False(t, r.loaded(0, bs...))
-	require.NoError(t, r.p.learn(slots), "of a save before the reset")
+	require.NoError(t, r.p.learn(slots, len(slots)), "of a save before the reset")
 	for _, s := range slots[:2] {
 		r.shelf.Retire(place.Slot(s))
 	}
 	r.p.resume()
 	require.False(t, r.loaded(0, bs[2]), "the host has forgotten what the plugin has not")
-	require.NoError(t, r.p.learn(slots))
+	require.NoError(t, r.p.learn(slots, len(slots)))
 	require.False(t, r.loaded(0, bs[0]))
 	require.True(t, r.loaded(0, bs[2]))
 }
@@ -284,7 +313,7 @@ func TestPlacementLies(t *testing.T) {
 			case 1: // a byte of a header
 				r.arena[4096+rng.IntN(4*128)] ^= 1 << rng.IntN(8)
 			case 2: // a name
-				if r.p.learn([]uint32{rng.Uint32N(uint32(2 * r.env.Slots))}) != nil {
+				if r.p.learn([]uint32{rng.Uint32N(uint32(2 * r.env.Slots))}, 1) != nil {
 					faults++
 				}
 			}

@@ -115,7 +115,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if h.loadPlaced(r, a) {
 		return tracker.Outcome{}
 	}
-	overlapped, err := h.loadOrOverlap(ctx, r, w, a)
+	placed, overlapped, err := h.loadOrOverlap(ctx, r, w, a)
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
@@ -127,6 +127,9 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	}
 	found := h.arrive(r, a, overlapped, err)
 	fault.Crash("host.load.checked")
+	if len(found.corrupt) == 0 { // else the slots may be those of what was wrong
+		h.learn(placed, len(t.Blocks))
+	}
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
@@ -160,7 +163,7 @@ type tellingSaver interface {
 func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID, t *connector.Transfer, kv *connector.KV) error {
 	if p, places := connector.As[connector.Placer](w); places && h.place != nil {
 		slots, err := p.SavePlaced(ctx, t, kv, h.place.takeUsed())
-		h.learn(slots)
+		h.learn(slots, len(t.Blocks))
 		return err
 	}
 	s, tells := w.(tellingSaver)
@@ -177,27 +180,29 @@ func (h *Host) stored(id tracker.CallID) {
 	h.do(h.tracker.Stored(time.Now(), id))
 }
 
-// load lets a worker fill the blocks of a move: in the cache, or in landing memory.
-func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
+// load lets a worker fill the blocks of a move: in the cache, or in landing memory. placed are slots that it names.
+func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, err error) {
 	if r.landing == nil {
 		return h.loadTo(ctx, w, a.Transfer, r.kv)
 	}
-	return a.Back(h.loadTo(ctx, w, a.Seen(), r.landing.kv))
+	placed, err = h.loadTo(ctx, w, a.Seen(), r.landing.kv)
+	return placed, a.Back(err)
 }
 
-func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) error {
+func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) (placed []uint32, err error) {
 	p, places := connector.As[connector.Placer](w)
 	if !places || h.place == nil {
-		return w.Load(ctx, t, kv)
+		return nil, w.Load(ctx, t, kv)
 	}
-	slots, err := p.LoadPlaced(ctx, t, kv, h.place.takeUsed())
-	h.learn(slots)
-	return err
+	return p.LoadPlaced(ctx, t, kv, h.place.takeUsed())
 }
 
-// learn takes note of slots that a save or a load has named.
-func (h *Host) learn(slots []uint32) {
-	if wrong := h.place.learn(slots); wrong != nil {
+// learn takes note of slots that a save or a load of that many blocks has named.
+func (h *Host) learn(slots []uint32, moved int) {
+	if h.place == nil {
+		return
+	}
+	if wrong := h.place.learn(slots, moved); wrong != nil {
 		h.violation("placement: " + wrong.Error())
 	}
 }

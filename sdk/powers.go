@@ -135,13 +135,11 @@ type unnamed struct {
 	keys []connector.StoreKey
 }
 
-const mostUnnamed = 1 << 12 // the oldest are forgotten
-
 func (u *unnamed) add(keys []connector.StoreKey) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.keys = append(u.keys, keys...)
-	u.keys = u.keys[max(0, len(u.keys)-mostUnnamed):]
+	u.keys = u.keys[max(0, len(u.keys)-wire.MaxUnnamed):] // the oldest are forgotten
 }
 
 func (u *unnamed) take() (keys []connector.StoreKey) {

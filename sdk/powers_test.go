@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // powerful is a Store with every power that a Store can have.
@@ -229,7 +230,7 @@ func TestPlacedThoughOthersFailed(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, want, slots)
 	}
-	for range mostUnnamed {
+	for range wire.MaxUnnamed {
 		fail = &connector.ItemError{Items: []int{1}, Err: connector.ErrDeclined}
 		_, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:3]}, kv, nil)
 		require.ErrorIs(t, err, connector.ErrDeclined)
@@ -237,7 +238,7 @@ func TestPlacedThoughOthersFailed(t *testing.T) {
 	fail = nil
 	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: bs[3:]}, kv, nil)
 	require.NoError(t, err)
-	require.Len(t, slots, 1+mostUnnamed)
+	require.Len(t, slots, 1+wire.MaxUnnamed)
 }
 
 // Rule EVENT-01: a block is stored when all ranks have it, and removed with the first part.

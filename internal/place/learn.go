@@ -6,6 +6,26 @@ import "slices"
 // notice was sent. A *RefusalError: no honest plugin sends that.
 func (h *Host) Notice(n *Notice, now int64) error { return h.learn(n.Slots, nil, now) }
 
+// Knows says whether the index has what lies in a slot now, so that a notice of it says nothing new.
+func (h *Host) Knows(s Slot) bool {
+	if !h.g.has(s) {
+		return false
+	}
+	w := Word(h.arena.Load(h.g.wordAt(s)))
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	e := h.index.slots[s]
+	if e == nil || w.State() != Ready {
+		return false
+	}
+	for _, r := range e.refs {
+		if r.Slot == s {
+			return r.generation == w.Generation() && h.index.keys[r.Part.Key] == e
+		}
+	}
+	return false
+}
+
 // moment is what a host knew when it began to look at slots that a plugin named.
 type moment struct {
 	turns []uint64 // of the slots
