@@ -25,6 +25,8 @@ const (
 	arenaMagic = 0x3165_6361_6c70_766b // "kvplace1"
 	wordsMagic = 0x3164_726f_7770_766b // "kvpword1"
 
+	userAt = 24 // of the arena: see Take
+
 	maxSlots = 1 << 30
 	maxBytes = 1 << 45
 )

@@ -49,6 +49,16 @@ func Fit(size, slotBytes int64, limit int) Geometry {
 	return g
 }
 
+// Take notes in an arena that the life of a plugin whose first serial this is uses it, until Leave; false if it does already, by
+// another Shelf. A life that died has left another serial.
+func Take(arena Memory, serial uint64) bool {
+	was := arena.Load(userAt)
+	return was != serial && arena.CompareAndSwap(userAt, was, serial)
+}
+
+// Leave ends what Take began.
+func Leave(arena Memory, serial uint64) { arena.CompareAndSwap(userAt, serial, 0) }
+
 // OpenShelf takes an arena into use, whatever is in it. found are the blocks that are whole, in the order of their serials,
 // and torn is the number of slots that hold no whole block and are not free. now is in Unix ms. A memory that was laid
 // out otherwise is laid out again; of one that nobody has written only the first page is touched. Errors wrap ErrGeometry.
@@ -76,7 +86,7 @@ func OpenShelf(arena Memory, g Geometry, o ShelfOpening, now int64) (s *Shelf, f
 // layOut frees every slot of a memory that holds something else, and marks it.
 func (s *Shelf) layOut() {
 	for at := int64(0); at < page; at += 8 {
-		if s.arena.Load(at) != 0 {
+		if at != userAt && s.arena.Load(at) != 0 {
 			for slot := range Slot(s.g.Slots) {
 				s.free(slot, Word(s.arena.Load(s.g.wordAt(slot))).next(Retired))
 			}

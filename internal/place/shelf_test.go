@@ -104,6 +104,19 @@ func TestShelf(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// TestTake: one Shelf of a life uses an arena at a time; a life that died does not keep the next one out.
+func TestTake(t *testing.T) {
+	r := newShelfRig(t)
+	require.True(t, Take(r.arena, 7))
+	require.False(t, Take(r.arena, 7))
+	Leave(r.arena, 7)
+	require.True(t, Take(r.arena, 7))
+	require.True(t, Take(r.arena, 9), "the life with 7 died")
+	require.False(t, Take(r.arena, 9))
+	Leave(r.arena, 7)
+	require.False(t, Take(r.arena, 9), "it is not that one's any more")
+}
+
 // TestReaderLeavesAnArenaFresh: before the first life nothing is written, so that the plugin need not look at all headers.
 func TestReaderLeavesAnArenaFresh(t *testing.T) {
 	g := Geometry{Slots: 4, SlotBytes: 1000}

@@ -65,6 +65,7 @@ func newMemory(o *Options, c *counts) (*memory, error) {
 	}
 	index, err := NewIndex(a.slots, o.Policy)
 	if err != nil {
+		a.leave()
 		return nil, err
 	}
 	m := &memory{
@@ -323,7 +324,8 @@ func (p *pins) forget(id uint32) {
 type arena struct {
 	*place.Shelf
 	slotBytes int64
-	slots     int // that are used
+	slots     int    // that are used
+	leave     func() // ends the use of the memory
 }
 
 // ArenaHead is how many bytes an arena takes beyond its slots and 256 bytes for each, at most.
@@ -350,11 +352,19 @@ func openArena(mem []byte, slotBytes int64, p *connector.Placement) (a *arena, f
 	if err != nil {
 		return nil, nil, 0, fmt.Errorf("arena: %w: %w", err, connector.ErrIncompatible)
 	}
+	leave := func() {}
+	if p != nil {
+		if !place.Take(memory, p.Serial) {
+			return nil, nil, 0, fmt.Errorf("another Store of this process uses the arena, all sides and ranks must share it: %w", connector.ErrIncompatible)
+		}
+		leave = func() { place.Leave(memory, p.Serial) }
+	}
 	shelf, found, torn, err := place.OpenShelf(memory, g, o, time.Now().UnixMilli())
 	if err != nil {
+		leave()
 		return nil, nil, 0, fmt.Errorf("arena: %w: %w", err, connector.ErrIncompatible)
 	}
-	return &arena{Shelf: shelf, slotBytes: slotBytes, slots: g.Slots}, found, torn, nil
+	return &arena{Shelf: shelf, slotBytes: slotBytes, slots: g.Slots, leave: leave}, found, torn, nil
 }
 
 // block is the bytes of a slot.

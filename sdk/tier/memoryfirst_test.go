@@ -86,6 +86,42 @@ func TestOpenOwnsTheLowerTier(t *testing.T) {
 	require.ErrorIs(t, err, connector.ErrIncompatible)
 }
 
+// The host reads the arena as it has placed it, so no Store puts its blocks elsewhere, and no two of them into the same slots.
+func TestOneStoreForAnArena(t *testing.T) {
+	var o tier.Options
+	h := newHostEnd(t, func(used *tier.Options) { o = *used })
+	o.Lower = nil
+	refused := func(o tier.Options) {
+		t.Helper()
+		_, err := tier.Open(o)
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+	}
+	refused(o)
+	require.NoError(t, h.save(h.blocks(0, 2)), "the first one goes on")
+	require.Len(t, h.placed(h.blocks(0, 2)), 2)
+	require.NoError(t, h.store.Close())
+	for range 2 { // one that failed uses nothing
+		wrong := o
+		wrong.Policy = "none"
+		refused(wrong)
+		wrong = o
+		wrong.Memory = append(make([]byte, 0, 2*len(o.Memory)), o.Memory...)
+		refused(wrong)
+		wrong.Memory = o.Memory[:len(o.Memory)-1]
+		refused(wrong)
+		wrong.Memory, wrong.MemoryBytes = nil, int64(len(o.Memory))
+		refused(wrong)
+		wrong = o
+		wrong.Memory, wrong.Placement = make([]byte, len(o.Memory)), nil
+		other, err := tier.Open(wrong)
+		require.NoError(t, err)
+		require.NoError(t, other.Close())
+	}
+	again, err := tier.Open(o)
+	require.NoError(t, err)
+	require.NoError(t, again.Close())
+}
+
 // hostEnd is a worker of memory before a folder, and what its host knows of it.
 type hostEnd struct {
 	*testing.T

@@ -327,6 +327,7 @@ func (s *Store) Close() error {
 	}
 	s.gate.Lock() // until running calls are over
 	defer s.gate.Unlock()
+	s.memory.leave()
 	if s.below == nil {
 		return nil
 	}
@@ -481,9 +482,11 @@ type Options struct {
 	// The caller owns it and keeps it until Close has returned. nil: MemoryBytes of this process.
 	Memory      []byte
 	MemoryBytes int64
-	// Placement is Env.Placement, if Memory is Env.Arena as a whole: the host reads the slots, and the Store keeps it to their
-	// number and size. nil: nobody but the Store reads Memory.
+	// Placement is Env.Placement, which OptionsFor sets with Memory, Env.Arena as a whole: the host reads the slots, and the Store keeps
+	// it to their number and size. With other memory, or a second Store for the same arena, Open fails: all sides and ranks share
+	// one, as sdk.FromStore has them do. nil: nobody but the Store reads Memory.
 	Placement *connector.Placement
+	arena     []byte // of which Placement is
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
 	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
@@ -527,7 +530,7 @@ type Options struct {
 // OptionsFor are those for the engine of env: its arena, as its host has placed it, and the sizes of its blocks. All
 // others have their defaults, and nothing lies below. If env has no arena, set MemoryBytes.
 func OptionsFor(env *connector.Env) Options {
-	o := Options{Memory: env.Arena, Placement: env.Placement, Log: env.Log}
+	o := Options{Memory: env.Arena, Placement: env.Placement, arena: env.Arena, Log: env.Log}
 	o.Fit(&env.Layout)
 	return o
 }
@@ -564,6 +567,8 @@ func (o *Options) Validate() error {
 	switch {
 	case o.SlotBytes < 1:
 		return bad("the largest block", o.SlotBytes)
+	case o.Placement != nil && (len(o.Memory) == 0 || len(o.Memory) != len(o.arena) || &o.Memory[0] != &o.arena[0]):
+		return bad("the memory", "not the arena that the host has placed")
 	case o.Memory == nil && o.MemoryBytes < 1:
 		return bad("the memory's size", o.MemoryBytes)
 	case o.StoreThreshold < 0 || o.StoreThreshold > maxCount:
