@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"time"
@@ -98,6 +99,18 @@ func (b *below) close() {
 	b.done.Wait()
 }
 
+// guard makes an error of a panic of the lower tier in a goroutine of this package. Those in calls of others are theirs: the sdk does
+// the same for what a host calls.
+func (b *below) guard(what string, call func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			b.o.Log.Error("the tier below memory panicked", "call", what, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			err = fmt.Errorf("the tier below memory panicked: %s: %v", what, p)
+		}
+	}()
+	return call()
+}
+
 // used notes that a block in memory was stored or loaded, and has it written to the lower tier once
 // that was often enough. The block is pinned.
 func (b *below) used(k connector.StoreKey, id uint32) {
@@ -166,7 +179,7 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 	if len(items) == 0 {
 		return
 	}
-	failed := storekit.ErrorsOf(b.lower.Put(ctx, items), len(items))
+	failed := storekit.ErrorsOf(b.guard("put", func() error { return b.lower.Put(ctx, items) }), len(items))
 	for i, id := range ids {
 		state := uint32(isLowered)
 		if failed[i] != nil {
@@ -417,7 +430,9 @@ func (b *below) fetch(ctx context.Context) {
 		case stages = <-b.ahead:
 		}
 		for _, s := range stages { // one at a time: the first is wanted first
-			s.err = b.lower.Get(ctx, []connector.Item{{Key: s.key, Spans: [][]byte{s.data}}})
+			s.err = b.guard("get", func() error {
+				return b.lower.Get(ctx, []connector.Item{{Key: s.key, Spans: [][]byte{s.data}}})
+			})
 			if s.err == nil {
 				b.c.Count(func(n *Stats) { n.Prefetches++ })
 			}

@@ -1,7 +1,11 @@
 package tier
 
 import (
+	"bytes"
 	"context"
+	"log/slog"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -50,6 +54,61 @@ func TestLowerTierThatHangs(t *testing.T) {
 		require.Equal(t, 2, lower.ended)
 		require.ErrorIs(t, s.Flush(t.Context()), errClosed)
 	})
+}
+
+// panicking is a tier below that panics at first, and says that it has everything.
+type panicking struct {
+	sizes
+	most atomic.Int32
+}
+
+func (p *panicking) maybe() {
+	if p.most.Add(-1) >= 0 {
+		panic("a size that it does not know")
+	}
+}
+
+func (p *panicking) Lookup(_ context.Context, runs [][]connector.StoreKey) (found []int, err error) {
+	for _, r := range runs {
+		found = append(found, len(r))
+	}
+	return found, nil
+}
+
+func (p *panicking) Get(context.Context, []connector.Item) error {
+	p.maybe()
+	return connector.ErrGone
+}
+
+func (p *panicking) Put(ctx context.Context, items []connector.Item) error {
+	p.maybe()
+	return p.sizes.Put(ctx, items)
+}
+
+// A panic of the tier below in what nobody has called costs its block, not the process.
+func TestLowerTierThatPanics(t *testing.T) {
+	lower := &panicking{sizes: sizes{seen: map[int]int{}}}
+	var lines bytes.Buffer
+	o := Options{MemoryBytes: ArenaBytes(32, blockBytes), SameSize: true, Prefetch: 2, Lower: lower, AdmitAfter: 1}
+	o.Log = slog.New(slog.NewTextHandler(&lines, nil))
+	s := open(t, o)
+	lower.most.Store(1)
+	puts(t, s, 1)
+	require.NoError(t, s.Flush(t.Context()))
+	_, below := s.Counts()
+	require.EqualValues(t, 1, below.Errors)
+	require.Zero(t, below.WriteBacks)
+	require.NoError(t, gets(t, s, 1), "it is in memory, and written again")
+	require.NoError(t, s.Flush(t.Context()))
+	_, below = s.Counts()
+	require.EqualValues(t, 1, below.WriteBacks)
+
+	lower.most.Store(1)
+	require.True(t, present(t, s, 2))
+	require.ErrorIs(t, gets(t, s, 2), connector.ErrGone, "the fetch ahead ends")
+	require.NoError(t, s.Close())
+	require.Equal(t, 2, strings.Count(lines.String(), "the tier below memory panicked"))
+	require.Contains(t, lines.String(), "a size that it does not know")
 }
 
 // Writes that begin while somebody waits end at once, whoever of several is through first.
