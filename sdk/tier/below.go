@@ -430,15 +430,20 @@ func (b *below) fetch(ctx context.Context) {
 		case stages = <-b.ahead:
 		}
 		for _, s := range stages { // one at a time: the first is wanted first
-			s.err = b.guard("get", func() error {
-				return b.lower.Get(ctx, []connector.Item{{Key: s.key, Spans: [][]byte{s.data}}})
-			})
+			s.err = b.guard("get", func() error { return b.lower.Get(ctx, []connector.Item{b.stagedItem(s)}) })
 			if s.err == nil {
 				b.c.Count(func(n *Stats) { n.Prefetches++ })
 			}
 			close(s.done)
 		}
 	}
+}
+
+// stagedItem is the item into which a stage is fetched: its spans are those that item makes.
+func (b *below) stagedItem(s *stage) connector.Item {
+	data := s.data[LowerHeader:]
+	digests := len(data) - b.o.Digests[len(data)]
+	return connector.Item{Key: s.key, Spans: [][]byte{s.data[:LowerHeader:LowerHeader], data[:digests:digests], data[digests:]}}
 }
 
 // fromStaged serves an item from what was fetched ahead.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"log/slog"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -109,6 +110,84 @@ func TestLowerTierThatPanics(t *testing.T) {
 	require.NoError(t, s.Close())
 	require.Equal(t, 2, strings.Count(lines.String(), "the tier below memory panicked"))
 	require.Contains(t, lines.String(), "a size that it does not know")
+}
+
+// timed is a tier below that keeps the time of a block apart from its bytes, as a server with times of its own does.
+type timed struct {
+	mu     sync.Mutex
+	blocks map[connector.StoreKey][]byte
+	times  map[connector.StoreKey][]byte
+	tails  map[int]int // lengths of last spans
+}
+
+func (s *timed) Lookup(_ context.Context, runs [][]connector.StoreKey) ([]int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	found := make([]int, len(runs))
+	for i, keys := range runs {
+		for found[i] < len(keys) && s.blocks[keys[found[i]]] != nil {
+			found[i]++
+		}
+	}
+	return found, nil
+}
+
+func (s *timed) Get(_ context.Context, items []connector.Item) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		data := s.blocks[it.Key]
+		if data == nil {
+			return connector.ErrGone
+		}
+		if len(it.Spans[0]) != LowerHeader || it.Size() != LowerHeader+len(data) {
+			return connector.ErrOutdated
+		}
+		copy(it.Spans[0], s.times[it.Key])
+		for _, span := range it.Spans[1:] {
+			data = data[copy(span, data):]
+		}
+		s.tails[len(it.Spans[len(it.Spans)-1])]++
+	}
+	return nil
+}
+
+func (s *timed) Put(_ context.Context, items []connector.Item) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		s.times[it.Key] = bytes.Clone(it.Spans[0])
+		s.blocks[it.Key] = bytes.Join(it.Spans[1:], nil)
+		s.tails[len(it.Spans[len(it.Spans)-1])]++
+	}
+	return nil
+}
+
+func (s *timed) Close() error { return nil }
+
+// Every item that the tier below sees begins with a span of LowerHeader bytes and ends with the digests: what is written, what is
+// read, and what is fetched ahead.
+func TestSpansOfTheLowerTier(t *testing.T) {
+	lower := &timed{blocks: map[connector.StoreKey][]byte{}, times: map[connector.StoreKey][]byte{}, tails: map[int]int{}}
+	const digests = 16 // the last span of item
+	s := open(t, Options{
+		MemoryBytes: ArenaBytes(2, blockBytes), SameSize: true, Prefetch: 2, Lower: lower, AdmitAfter: 1, TTL: time.Hour, Digests: map[int]int{blockBytes: digests},
+	})
+	for _, n := range upTo(6) {
+		puts(t, s, n)
+		require.NoError(t, s.Flush(t.Context()))
+	}
+	for range 3 {
+		for _, n := range upTo(6) {
+			require.True(t, present(t, s, n))
+			require.NoError(t, gets(t, s, n))
+		}
+	}
+	_, below := s.Counts()
+	require.Positive(t, below.Prefetches)
+	require.NoError(t, s.Close())
+	require.Len(t, lower.tails, 1)
+	require.Positive(t, lower.tails[digests])
 }
 
 // Writes that begin while somebody waits end at once, whoever of several is through first.
