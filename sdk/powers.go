@@ -49,8 +49,8 @@ func (d *Definition) check() error {
 	return connector.ValidateStats(d.Stats)
 }
 
-// has returns an error if the Definition claims a power that the Store lacks.
-func (d *Definition) has(store connector.Store) error {
+// has returns an error if the Definition claims a power that the Store lacks. Without an arena there is nothing to place in.
+func (d *Definition) has(store connector.Store, arena bool) error {
 	var lacks connector.Capability
 	if _, ok := store.(connector.Resetter); !ok {
 		lacks |= connector.CanReset
@@ -61,7 +61,7 @@ func (d *Definition) has(store connector.Store) error {
 	if _, ok := store.(Watchable); !ok {
 		lacks |= connector.CanEvents
 	}
-	if _, ok := store.(Placing); !ok {
+	if _, ok := store.(Placing); !ok && arena {
 		lacks |= connector.CanPlace
 	}
 	if lacks &= d.Capabilities; lacks != 0 {

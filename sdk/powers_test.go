@@ -115,7 +115,7 @@ func TestStorePowersAreClaimed(t *testing.T) {
 	d := powerfulDefinition()
 	_, err := storeOf(d, newMemory()).Scheduler(t.Context(), testEnv(0, 1), nil)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
-	require.ErrorContains(t, err, "claims reset,stat,events,place, but the Store lacks its methods")
+	require.ErrorContains(t, err, "claims reset,stat,events, but the Store lacks its methods")
 
 	d.Capabilities, d.Stats = 0, nil
 	s, err := storeOf(d, &powerful{memory: newMemory()}).Scheduler(t.Context(), testEnv(0, 1), nil)
@@ -206,6 +206,21 @@ func TestLoadPlaced(t *testing.T) {
 	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, kv, nil)
 	require.ErrorIs(t, err, connector.ErrGone)
 	require.Empty(t, slots)
+}
+
+// A Store that has methods for placing with an arena alone opens without one, and does not place then.
+func TestStoreWithoutArenaNeedNotPlace(t *testing.T) {
+	d := Definition{Name: "T", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanPlace}
+	p := FromStore(d, func(context.Context, connector.Env, arenaTest) (connector.Store, error) { return newMemory(), nil })
+	worker, err := p.Worker(t.Context(), testEnv(0, 1), []byte(`{"bytes": 0}`))
+	require.NoError(t, err)
+	defer worker.Close()
+	_, places := connector.As[connector.Placer](worker)
+	require.False(t, places)
+	env := testEnv(0, 1)
+	env.Arena = make([]byte, 64)
+	_, err = p.Worker(t.Context(), env, []byte(`{"bytes": 64}`))
+	require.ErrorContains(t, err, "claims place, but the Store lacks its methods")
 }
 
 // Rule PLACE-26: what is stored although another block of the save was declined is named by the next answer, and once.

@@ -100,7 +100,11 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return nil, err
 			}
-			return &storeWorker{storeSide: side, powers: d.Capabilities}, nil
+			powers := d.Capabilities
+			if _, ok := side.store.(Placing); !ok {
+				powers &^= connector.CanPlace // of a config without an arena
+			}
+			return &storeWorker{storeSide: side, powers: powers}, nil
 		},
 	}
 }
