@@ -30,6 +30,7 @@ type placement struct {
 	kv    *connector.KV
 
 	paused atomic.Bool // a reset is on its way
+	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
 
 	usedMu sync.Mutex
 	used   []uint32 // slots that were read, for the next save or load by message to tell
@@ -64,6 +65,7 @@ func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
 		return nil, err
 	}
 	p.paused.Store(false)
+	p.loads.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
 	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
 }
@@ -279,6 +281,15 @@ func (p *placement) takeUsed() (used []uint32) {
 	n := min(len(p.used), mostTold)
 	used, p.used = p.used[:n:n], p.used[n:]
 	return used
+}
+
+// usedForLoad is takeUsed for a load. A plugin that knows of saves alone would drop what a load tells, so it is kept for a save until
+// the plugin has shown otherwise.
+func (p *placement) usedForLoad() []uint32 {
+	if !p.loads.Load() {
+		return nil
+	}
+	return p.takeUsed()
 }
 
 // learn takes note of slots that a save or load of that many blocks has named. The error says that no honest plugin names them.

@@ -220,11 +220,15 @@ func TestPlacementOfLoads(t *testing.T) {
 		require.NoError(t, err)
 		h.learn(named, len(bs))
 	}
+	silent := &placingWorker{} // it knows nothing of loads
+	_, err := h.loadTo(t.Context(), silent, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
+	require.NoError(t, err)
 	load()
-	require.Equal(t, w.slots, w.used)
+	require.Empty(t, silent.used)
+	require.Empty(t, w.used, "until the first load that names slots, uses wait for a save")
 	require.True(t, r.loaded(0, bs...))
 	load()
-	require.Equal(t, w.slots, w.used)
+	require.Equal(t, slices.Repeat(w.slots, 2), w.used)
 	load()
 	require.Empty(t, w.used, "each read is told once")
 	r.p.pause()

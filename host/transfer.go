@@ -194,7 +194,11 @@ func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Tran
 	if !places || h.place == nil {
 		return nil, w.Load(ctx, t, kv)
 	}
-	return p.LoadPlaced(ctx, t, kv, h.place.takeUsed())
+	placed, err = p.LoadPlaced(ctx, t, kv, h.place.usedForLoad())
+	if len(placed) > 0 {
+		h.place.loads.Store(true)
+	}
+	return placed, err
 }
 
 // learn takes note of slots that a save or a load of that many blocks has named.
