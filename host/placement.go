@@ -221,6 +221,7 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 	}
 	for i, b := range blocks {
 		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
+			p.host.Drop(refs[i]) // else it would be found again and again
 			return false
 		}
 	}
@@ -255,7 +256,7 @@ func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac
 			return errors.Join(err, gone)
 		}
 		if err != nil {
-			p.host.Drop(ref.Part.Key) // the plugin loads it from now on, and is blamed if that is wrong, too
+			p.host.Drop(ref) // the plugin loads it from now on, and is blamed if that is wrong, too
 		}
 		return err
 	})

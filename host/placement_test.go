@@ -190,6 +190,21 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	require.True(t, r.loaded(0, bs...), "it was written again")
 }
 
+// A block of another length is found once, and then asked of the plugin.
+func TestPlacementForgetsOtherLengths(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	ks := keys(1, 1)
+	bs := r.fill(ks, 0)
+	r.shelf.Begin(0)
+	r.shelf.Publish(0, &place.Header{Key: r.p.key(ks[0], 0, 0), Length: 8})
+	require.NoError(t, r.p.learn([]uint32{0}, 1))
+	_, ok := r.p.match(r.query(ks, 0))
+	require.True(t, ok)
+	require.False(t, r.loaded(0, bs...))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok)
+}
+
 // placingWorker names slots with each call.
 type placingWorker struct {
 	connector.Worker

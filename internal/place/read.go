@@ -2,6 +2,7 @@ package place
 
 import (
 	"errors"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -30,17 +31,19 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	return nil, ErrMiss
 }
 
-// Drop forgets the block of a key: what its slot holds is not what its header says. Until the slot has another use a notice
-// of it counts for nothing.
-func (h *Host) Drop(key connector.StoreKey) {
+// Drop forgets the block of a part: what its slot holds is not what its header says. Until the slot has another use a notice
+// of it counts for nothing. If the key lies elsewhere by now, or the slot has another use, that stays.
+func (h *Host) Drop(r Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if _, entries, ok := h.index.find([]connector.StoreKey{key}); ok {
-		for _, r := range entries[0].refs {
-			h.wrong[r.Slot] = r.generation
-		}
-		h.index.remove(entries[0])
+	e := h.index.slots[r.Slot]
+	if e == nil || !slices.Contains(e.refs, r) {
+		return
 	}
+	for _, r := range e.refs {
+		h.wrong[r.Slot] = r.generation
+	}
+	h.index.remove(e)
 }
 
 func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry, bool) {

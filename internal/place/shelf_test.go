@@ -104,6 +104,34 @@ func TestShelf(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// TestDrop: a slot that does not hold what it should is given up in that use, and nothing else is.
+func TestDrop(t *testing.T) {
+	r := newShelfRig(t)
+	learn := func(s Slot) { require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{s}}, 0)) }
+	find := func() Ref {
+		refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+		require.NoError(t, err)
+		return refs[0]
+	}
+	r.write(3, 1)
+	learn(3)
+	first := find()
+	r.write(5, 1) // replaced, while somebody who has first finds out that slot 3 is wrong
+	learn(5)
+	require.Equal(t, Slot(5), find().Slot)
+	r.host.Drop(first)
+	require.Equal(t, Slot(5), find().Slot)
+	r.write(3, 2)
+	learn(3)
+	r.host.Drop(first)
+	_, err := r.read(2)
+	require.NoError(t, err, "another use of the slot")
+	r.host.Drop(find())
+	_, err = r.read(1)
+	require.ErrorIs(t, err, ErrMiss)
+	require.ErrorIs(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0), ErrGone)
+}
+
 // TestTake: one Shelf of a life uses an arena at a time; a life that died does not keep the next one out.
 func TestTake(t *testing.T) {
 	r := newShelfRig(t)
