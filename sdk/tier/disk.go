@@ -54,7 +54,7 @@ type Disk struct {
 	shape
 	o       DiskOptions
 	file    *os.File
-	index   *Index
+	index   *keyIndex
 	c       counts
 	serial  atomic.Uint64
 	expires []atomic.Int64 // of each slot, in Unix ms; nil without TTL
@@ -90,7 +90,7 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 	if err != nil {
 		return nil, err
 	}
-	if d.index, err = NewIndex(d.slots, o.Policy); err != nil {
+	if d.index, err = newKeyIndex(d.slots, o.Policy); err != nil {
 		return nil, err
 	}
 	if o.TTL {

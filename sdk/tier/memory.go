@@ -20,7 +20,7 @@ import (
 type memory struct {
 	*arena
 	o     *Options
-	index *Index
+	index *keyIndex
 	c     *counts
 
 	fillMu sync.Mutex
@@ -63,7 +63,7 @@ func newMemory(o *Options, c *counts) (*memory, error) {
 	if o.Slots > 0 {
 		a.slots = min(a.slots, o.Slots)
 	}
-	index, err := NewIndex(a.slots, o.Policy)
+	index, err := newKeyIndex(a.slots, o.Policy)
 	if err != nil {
 		a.leave()
 		return nil, err
@@ -284,7 +284,7 @@ func newPins(o *Options, slots int) *pins {
 }
 
 // loaded counts a load of a block.
-func (p *pins) loaded(x *Index, id uint32, k connector.StoreKey) {
+func (p *pins) loaded(x *keyIndex, id uint32, k connector.StoreKey) {
 	if p.loads == nil {
 		return
 	}
@@ -338,7 +338,7 @@ func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
 // order in which they were written; torn is the number of slots that are not. Everything else is free.
 // p is how the host divides the memory, which it reads; nil: nobody but this process reads it.
 func openArena(mem []byte, slotBytes int64, p *connector.Placement) (a *arena, found []place.Found, torn int, err error) {
-	g, o := place.Fit(int64(len(mem)), slotBytes, MaxEntries), place.ShelfOpening{}
+	g, o := place.Fit(int64(len(mem)), slotBytes, maxEntries), place.ShelfOpening{}
 	if p != nil {
 		g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
 		if err := g.Validate(); err != nil || p.SlotBytes != slotBytes || g.ArenaBytes() > int64(len(mem)) {
@@ -446,7 +446,7 @@ type shape struct {
 // fit is how many slots of the given size fit into total bytes.
 func fit(total, slotBytes int64) shape {
 	s := shape{slotBytes: slotBytes}
-	s.slots = int(min(MaxEntries, max(0, (total-superSize)/(s.stride()+headerSize))))
+	s.slots = int(min(maxEntries, max(0, (total-superSize)/(s.stride()+headerSize))))
 	for s.slots > 0 && need(s.slots, slotBytes) > total { // what aligning the slots costs
 		s.slots--
 	}

@@ -10,8 +10,6 @@
 //	return tier.Open(o)
 //
 // Its sdk.Definition has [Capabilities] and [Infos], and its config a method ArenaBytes.
-//
-// [Index] can be used alone by Stores that keep their bytes elsewhere.
 package tier
 
 import (
