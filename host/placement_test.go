@@ -190,6 +190,19 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	require.True(t, r.loaded(0, bs...), "it was written again")
 }
 
+// A load that brought a wrong block teaches nothing: the slots that it names may hold what was wrong.
+func TestPlacementOfCorruptLoads(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 2), 0)
+	slots := r.save(0, bs...)
+	r.p.forget()
+	h := &Host{place: r.p}
+	h.learnArrived(slots, len(bs), &unreadable{corrupt: []connector.BlockID{bs[0].ID}})
+	require.Zero(t, r.p.host.Resident())
+	h.learnArrived(slots, len(bs), &unreadable{})
+	require.Equal(t, 2, r.p.host.Resident())
+}
+
 // A block of another length is found once, and then asked of the plugin.
 func TestPlacementForgetsOtherLengths(t *testing.T) {
 	r := newPlacedRig(t, 1, all())

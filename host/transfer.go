@@ -127,9 +127,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	}
 	found := h.arrive(r, a, overlapped, err)
 	fault.Crash("host.load.checked")
-	if len(found.corrupt) == 0 { // else the slots may be those of what was wrong
-		h.learn(placed, len(t.Blocks))
-	}
+	h.learnArrived(placed, len(t.Blocks), &found)
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
@@ -199,6 +197,13 @@ func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Tran
 		h.place.loads.Store(true)
 	}
 	return placed, err
+}
+
+// learnArrived takes note of slots that a load of that many blocks has named, unless they may be those of what was wrong.
+func (h *Host) learnArrived(slots []uint32, moved int, found *unreadable) {
+	if len(found.corrupt) == 0 {
+		h.learn(slots, moved)
+	}
 }
 
 // learn takes note of slots that a save or a load of that many blocks has named.

@@ -62,7 +62,7 @@ func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
 // interruptible ends what is written behind while somebody waits for the gate, which a write holds. Its zero value is ready to use.
 type interruptible struct {
 	mu      sync.Mutex
-	waiting int                // who wants it ended
+	waiting int                // how many ask for its end
 	end     context.CancelFunc // of the write that is under way; nil: none is
 }
 

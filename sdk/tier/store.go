@@ -565,7 +565,7 @@ func (o *Options) Validate() error {
 	switch {
 	case o.SlotBytes < 1:
 		return bad("the largest block", o.SlotBytes)
-	case o.Placement != nil && (len(o.Memory) == 0 || len(o.Memory) != len(o.arena) || &o.Memory[0] != &o.arena[0]):
+	case o.misplaced():
 		return bad("the memory", "not the arena that the host has placed")
 	case o.Memory == nil && o.MemoryBytes < 1:
 		return bad("the memory's size", o.MemoryBytes)
@@ -577,6 +577,11 @@ func (o *Options) Validate() error {
 		return bad("the share of pinned slots", o.PinShare)
 	}
 	return nil
+}
+
+// misplaced says whether Placement is of other memory.
+func (o *Options) misplaced() bool {
+	return o.Placement != nil && (len(o.Memory) == 0 || len(o.Memory) != len(o.arena) || &o.Memory[0] != &o.arena[0])
 }
 
 // defaults of Options.
