@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -506,7 +507,7 @@ func TestDiskThatDoesNotFit(t *testing.T) {
 	require.ErrorContains(t, err, " free: set it lower")
 	require.NoDirExists(t, path)
 
-	d := &Disk{o: DiskOptions{Path: path, Field: "disk_bytes", Bytes: 1 << 30}, shape: fit(1<<30, 4096)}
+	d := &Disk{o: DiskOptions{Path: path, Field: "disk_bytes", Bytes: 1 << 30, Log: slog.New(slog.DiscardHandler)}, shape: fit(1<<30, 4096)}
 	require.NoError(t, d.fits(int64(d.slots)*entryBytes))
 	err = d.fits(int64(d.slots)*entryBytes - 1)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
