@@ -457,6 +457,8 @@ func (b *below) fromStaged(ctx context.Context, it connector.Item) bool {
 	}
 	select {
 	case <-s.done:
+	case <-b.stopped: // nobody fetches it any more
+		return false
 	case <-ctx.Done():
 		return false
 	}

@@ -57,6 +57,19 @@ func TestLowerTierThatHangs(t *testing.T) {
 	})
 }
 
+// Whoever waits for a block that was to be fetched ahead does not wait for it when the Store is closed: nobody fetches it then.
+func TestFetchAheadEndsWithClose(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := open(t, Options{MemoryBytes: ArenaBytes(32, blockBytes), SameSize: true, Prefetch: 2, Lower: &sizes{seen: map[int]int{}}})
+		require.Len(t, s.below.staged.start([]connector.StoreKey{storeKey(1)}, blockBytes+LowerHeader), 1)
+		require.NoError(t, s.Close())
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		require.False(t, s.below.fromStaged(ctx, empty(1)))
+		require.NoError(t, ctx.Err())
+	})
+}
+
 // panicking is a tier below that panics at first, and says that it has everything.
 type panicking struct {
 	sizes
