@@ -71,7 +71,7 @@ type Env struct {
 	Arena []byte
 	// Placement says how the host expects blocks in the arena, if the connector has CanPlace and the host places; else it is
 	// nil, and the connector keeps the arena as it likes. The host writes the first page of the arena before each life then,
-	// except the first, in which all of it is zero.
+	// except the first one with this arena, in which all of it is zero.
 	Placement *Placement
 	// LinkKey protects what plugins of this connector say to each other. It has 32 bytes, is the same for
 	// all engines of the deployment, and no other connector gets it. A plugin must neither take anything
