@@ -15,8 +15,8 @@ const tries = 3
 // the block is not offered again.
 func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	for range tries {
-		refs, entries, ok := h.lookUp(keys)
-		if !ok {
+		refs, entries := h.lookUp(keys)
+		if len(refs) < len(keys) {
 			return nil, ErrMiss
 		}
 		at, err := h.firstGone(refs, now)
@@ -29,6 +29,20 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 		}
 	}
 	return nil, ErrMiss
+}
+
+// Run is how many of the keys, from the first one on, are those of resident parts. It is otherwise as Find.
+func (h *Host) Run(keys []connector.StoreKey, now int64) (n int) {
+	for range tries {
+		refs, entries := h.lookUp(keys[n:])
+		at, err := h.firstGone(refs, now)
+		if err == nil {
+			return n + len(refs)
+		}
+		h.forget(entries[at])
+		n += at
+	}
+	return n
 }
 
 // Drop forgets the block of a part: what its slot holds is not what its header says. Until the slot has another use a notice
@@ -46,7 +60,34 @@ func (h *Host) Drop(r Ref) {
 	h.index.remove(e)
 }
 
-func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry, bool) {
+// Wrong says whether some slot is known not to hold what its header says (see Drop), and has had no other use since.
+func (h *Host) Wrong() bool {
+	for {
+		s, generation, ok := h.anyWrong()
+		switch {
+		case !ok:
+			return false
+		case Word(h.arena.Load(h.g.wordAt(s))) == NewWord(generation, Ready):
+			return true
+		}
+		h.mu.Lock()
+		if h.wrong[s] == generation {
+			delete(h.wrong, s)
+		}
+		h.mu.Unlock()
+	}
+}
+
+func (h *Host) anyWrong() (s Slot, generation uint64, ok bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for s, generation = range h.wrong {
+		return s, generation, true
+	}
+	return 0, 0, false
+}
+
+func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.index.find(keys)

@@ -132,6 +132,51 @@ func TestDrop(t *testing.T) {
 	require.ErrorIs(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0), ErrGone)
 }
 
+// TestRun: the run ends with the first block that is nowhere, or was given up, and goes on where that one lies elsewhere by now.
+func TestRun(t *testing.T) {
+	r := newShelfRig(t)
+	keys := []connector.StoreKey{{1}, {2}, {3}, {4}}
+	for i, slot := range []Slot{6, 2, 4} {
+		r.write(slot, byte(i+1))
+		require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{slot}}, 0))
+	}
+	require.Equal(t, 3, r.host.Run(keys, 0))
+	require.Zero(t, r.host.Run(keys[3:], 0))
+	require.Zero(t, r.host.Run(nil, 0))
+	r.shelf.Retire(2)
+	require.Equal(t, 1, r.host.Run(keys, 0))
+	require.Equal(t, 1, r.host.Run(keys[2:], 0), "what lies behind is still there")
+	r.write(5, 2)
+	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0))
+	require.Equal(t, 3, r.host.Run(keys, 0))
+	r.shelf.Begin(6) // it is replaced
+	require.Zero(t, r.host.Run(keys, 0))
+}
+
+// TestWrong: a slot that does not hold what its header says is known until it gets another use, named or not, also over the death
+// of the plugin.
+func TestWrong(t *testing.T) {
+	r := newShelfRig(t)
+	for slot, next := range map[Slot]func(){
+		1: func() { r.shelf.Retire(1) },
+		2: func() { r.write(2, 9) },
+		3: func() { r.shelf.Begin(3) },
+	} {
+		require.False(t, r.host.Wrong())
+		r.write(slot, 1)
+		require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{slot}}, 0))
+		refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+		require.NoError(t, err)
+		r.host.Drop(refs[0])
+		require.True(t, r.host.Wrong())
+		r.host.Forget()
+		r.open()
+		require.True(t, r.host.Wrong(), "what it holds is what it was")
+		next()
+		require.False(t, r.host.Wrong(), "slot %d has another use", slot)
+	}
+}
+
 // TestTake: one Shelf of a life uses an arena at a time; a life that died does not keep the next one out.
 func TestTake(t *testing.T) {
 	r := newShelfRig(t)
