@@ -3,6 +3,7 @@ package host
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,17 +18,18 @@ import (
 )
 
 // placement is the host's end of a connector that places its blocks: what is resident is matched and loaded without a call
-// of the plugin. Whatever is in doubt goes by message, as everything does that is not resident. A nil placement
+// of the plugin. Whatever is in doubt goes by message, and so does what is not resident, unless it is known to be nowhere. A nil placement
 // finds nothing.
 type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
 
-	mu    sync.RWMutex // held for reading by whoever reads the arena
-	host  *place.Host  // nil: nothing is placed
-	first *byte        // of the arena
-	kv    *connector.KV
+	mu       sync.RWMutex // held for reading by whoever reads the arena
+	host     *place.Host  // nil: nothing is placed
+	first    *byte        // of the arena
+	kv       *connector.KV
+	complete bool // the plugin has nothing but what it has named
 
 	paused atomic.Bool // a reset is on its way
 	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
@@ -42,8 +44,9 @@ const (
 	mostTold    = 1 << 12 // slots that one save or load tells
 )
 
-// reopen prepares the arena for the next life of the plugin. nil: it is not placed.
-func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
+// reopen prepares the arena for the next life of the plugin, which has said whether what is placed is all that it has. nil: it is
+// not placed.
+func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, error) {
 	if p == nil || len(arena) == 0 {
 		return nil, nil
 	}
@@ -64,6 +67,7 @@ func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
 		p.host = nil
 		return nil, err
 	}
+	p.complete = complete
 	p.paused.Store(false)
 	p.loads.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
@@ -164,37 +168,63 @@ func (p *placement) open() bool {
 
 func (p *placement) leave() { p.mu.RUnlock() }
 
-// match answers a query if every full block of the prompt is resident that a request needs, on all ranks.
+// match answers a query: if every full block of the prompt is resident that a request needs, on all ranks, and for a connector
+// that has nothing else, from what is resident, which may be nothing.
 func (p *placement) match(q *connector.Query) (m connector.Match, ok bool) {
 	if len(q.Ticket) > 0 || q.Computed < 0 || !p.enter() {
 		return m, false
 	}
 	defer p.leave()
 	tokens := p.layout.Groups[0].BlockTokens
-	first, end := q.Computed/tokens, len(q.Keys)
-	if first >= end || end*tokens > q.Tokens || end*tokens <= q.Computed {
+	if len(q.Keys)*tokens > q.Tokens || slices.ContainsFunc(p.layout.Groups, func(g connector.Group) bool { return g.BlockTokens != tokens }) {
 		return m, false
 	}
-	now := time.Now().UnixMilli()
-	for g, group := range p.layout.Groups {
-		from := first
-		switch {
-		case group.BlockTokens != tokens:
-			return m, false
-		case group.Policy == connector.PolicyTrailing:
-			from = max(first, end-group.Trailing)
+	err := shm.Guard(func() error {
+		// While some block is known to be wrong, whoever misses one asks the plugin: its load heals it.
+		whole := !p.complete || p.host.Wrong()
+		end := p.prefix(q.Keys, min(q.Computed/tokens, len(q.Keys)), whole)
+		if n := end*tokens - q.Computed; n > 0 {
+			m = connector.Match{Tokens: n, Async: true}
 		}
-		keys := make([]connector.StoreKey, end-from)
-		for rank := range p.world {
-			for i, k := range q.Keys[from:end] {
-				keys[i] = p.key(k, uint16(g), rank)
+		ok = !whole || end == len(q.Keys) && m.Tokens > 0
+		return nil
+	})
+	return m, ok && err == nil
+}
+
+// prefix is how many blocks of a prompt a request can have that has the first ones: all ranks have every block before there
+// of the groups of full attention, and of other groups the last ones. whole: anything but all of them is of no use.
+func (p *placement) prefix(keys []connector.BlockKey, first int, whole bool) (end int) {
+	now := time.Now().UnixMilli()
+	end = len(keys)
+	for was := -1; was != end && end > first; {
+		was = end
+		for g, group := range p.layout.Groups {
+			from := first
+			switch {
+			case group.Policy == connector.PolicyTrailing:
+				from = max(first, end-group.Trailing)
+			case was < len(keys):
+				continue // known from the first round
 			}
-			if _, err := p.find(keys, now); err != nil {
-				return m, false
+			if end = p.run(keys, from, end, uint16(g), now); whole && end < len(keys) {
+				return end
 			}
 		}
 	}
-	return connector.Match{Tokens: end*tokens - q.Computed, Async: true}, true
+	return end
+}
+
+// run is where the blocks from one on, and before end, end that all ranks have.
+func (p *placement) run(keys []connector.BlockKey, from, end int, group uint16, now int64) int {
+	for rank := range p.world {
+		shards := make([]connector.StoreKey, end-from)
+		for i, k := range keys[from:end] {
+			shards[i] = p.key(k, group, rank)
+		}
+		end = from + p.host.Run(shards, now)
+	}
+	return end
 }
 
 func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.StoreKey {

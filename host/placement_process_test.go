@@ -78,7 +78,7 @@ func newPlacerRig(t *testing.T, lies bool) *placerRig {
 // start opens the next life of the plugin, and looks at what it has made of the arena before it begins to work.
 func (r *placerRig) start() {
 	r.Helper()
-	env, err := r.p.reopen(r.arena.Bytes())
+	env, err := r.p.reopen(r.arena.Bytes(), false)
 	require.NoError(r, err)
 	require.NotNil(r, env)
 	require.Equal(r, placerSlots, env.Slots)

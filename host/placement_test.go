@@ -25,6 +25,8 @@ type placedRig struct {
 	shelf *place.Shelf
 	ranks []*rank
 	next  uint32 // slot
+
+	complete bool // says its plugin when it opens
 }
 
 const placedBlocks = 32
@@ -57,7 +59,7 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 // life opens the next life of the plugin.
 func (r *placedRig) life() (found int) {
 	var err error
-	r.env, err = r.p.reopen(r.arena)
+	r.env, err = r.p.reopen(r.arena, r.complete)
 	require.NoError(r, err)
 	require.NotNil(r, r.env)
 	g := place.Geometry{Slots: r.env.Slots, SlotBytes: r.env.SlotBytes}
@@ -165,6 +167,111 @@ func TestPlacement(t *testing.T) {
 	}
 	require.Equal(t, []uint32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, slices.Sorted(slices.Values(r.p.takeUsed())))
 	require.Empty(t, r.p.takeUsed())
+}
+
+// Rule PLACE-23: of a plugin that has nothing but what it has placed, a query gets the longest prefix from which every group can go on
+// on all ranks, and no message is sent for what is nowhere.
+func TestPlacementComplete(t *testing.T) {
+	r := newPlacedRig(t, 2, all(), connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
+	ks := keys(1, 5)
+	finds := func(tokens, computed int) {
+		t.Helper()
+		m, ok := r.p.match(r.query(ks, computed))
+		require.True(t, ok)
+		require.Equal(t, connector.Match{Tokens: tokens, Async: tokens > 0}, m)
+	}
+	first, second := r.fill(ks, 0), r.fill(ks, 1)
+	_, ok := r.p.match(r.query(ks, 0))
+	require.False(t, ok, "it has not said so")
+	r.complete = true
+	r.life()
+	finds(0, 0)
+	r.save(0, first[:4]...)
+	r.save(0, second...)
+	finds(0, 0)
+	r.save(1, first[:3]...)
+	tail := r.save(1, second[1:3]...)
+	finds(48, 0)
+	finds(28, 20)
+	finds(0, 48)
+	finds(0, 80)
+	q := r.query(ks, 0)
+	q.Ticket = connector.Ticket("t")
+	_, ok = r.p.match(q)
+	require.False(t, ok, "a ticket is for the plugin")
+	r.shelf.Retire(place.Slot(tail[1]))
+	finds(0, 0) // the first two blocks are no use without the second group's first
+	slots := r.save(1, second[0])
+	finds(32, 0)
+	finds(16, 16)
+
+	r.shelf.Bytes(place.Slot(slots[0]), 8)[3] ^= 1
+	require.False(t, r.loaded(1, second[0]))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "a block is wrong, which the plugin's load finds out")
+	m, ok := r.p.match(&connector.Query{Request: "r", Tokens: 37, Keys: ks[:2], Computed: 16})
+	require.True(t, ok, "all of it is there")
+	require.Equal(t, 16, m.Tokens)
+	r.next = slots[0]
+	r.save(1, second[0])
+	finds(32, 0)
+	r.p.pause()
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "a reset is on its way")
+	r.p.resume()
+	finds(0, 0)
+	r.complete = false
+	r.life()
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "its next life does not say so")
+}
+
+// The prefix is the longest one, whatever is resident.
+func TestPlacementPrefix(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 0))
+	groups := []connector.Group{{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 1}, all(), {BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 3}}
+	ks, hits := keys(1, 8), 0
+	for range 200 {
+		r := newPlacedRig(t, 2, groups...)
+		r.complete = true
+		r.life()
+		have := map[[3]int]bool{} // by group, rank and block
+		for g := range groups {
+			bs := r.fill(ks, uint16(g))
+			for n := range 2 {
+				for i := range bs {
+					if have[[3]int{g, n, i}] = rng.IntN(10) > 0; have[[3]int{g, n, i}] {
+						r.save(n, bs[i])
+					}
+				}
+			}
+		}
+		computed := rng.IntN(16 * len(ks))
+		first := computed / 16
+		fits := func(end int) bool {
+			for g, group := range groups {
+				from := first
+				if group.Policy == connector.PolicyTrailing {
+					from = max(first, end-group.Trailing)
+				}
+				for i := from; i < end; i++ {
+					if !have[[3]int{g, 0, i}] || !have[[3]int{g, 1, i}] {
+						return false
+					}
+				}
+			}
+			return true
+		}
+		want := len(ks)
+		for !fits(want) {
+			want--
+		}
+		m, ok := r.p.match(r.query(ks, computed))
+		require.True(t, ok)
+		require.Equal(t, max(0, 16*want-computed), m.Tokens)
+		hits += m.Tokens
+	}
+	require.Positive(t, hits)
 }
 
 // A block whose slot is not what it was is copied once, and then asked of the plugin.

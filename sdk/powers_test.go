@@ -411,3 +411,45 @@ func TestStoreArena(t *testing.T) {
 	require.Len(t, got, 64)
 	require.NoError(t, s.Close())
 }
+
+type completeTest struct {
+	Bytes int64 `json:"bytes"`
+	Below bool  `json:"below"`
+	Who   uint8 `json:"who"`
+}
+
+func (c completeTest) ArenaBytes() int64 { return c.Bytes }
+
+func (c completeTest) Complete() bool { return !c.Below }
+
+func (c completeTest) Scope() connector.Scope {
+	return connector.ScopeEngine + connector.Scope(c.Who)
+}
+
+// Rule PLACE-27: a config says that what is placed is all there is, where something is placed and nobody else sees the blocks.
+func TestStoreComplete(t *testing.T) {
+	open := func(context.Context, connector.Env, completeTest) (connector.Store, error) {
+		return &powerful{memory: newMemory()}, nil
+	}
+	d := Definition{Name: "A", Scope: connector.ScopeEngine, Capabilities: connector.CanPlace}
+	p := FromStore(d, open)
+	for config, want := range map[string]bool{
+		`{"bytes": 64}`: true, `{"bytes": 64, "below": true}`: false, `{"bytes": 0}`: false, `{"bytes": 0, "who": 1}`: false, `{"bytes": 64, "who": 2, "below": true}`: false,
+	} {
+		info, err := p.Describe(t.Context(), json.RawMessage(config))
+		require.NoError(t, err, config)
+		require.Equal(t, want, info.Complete, config)
+	}
+	for _, config := range []string{`{"bytes": 64, "who": 1}`, `{"bytes": 64, "who": 2}`} {
+		_, err := p.Describe(t.Context(), json.RawMessage(config))
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		require.ErrorContains(t, err, "others store what this one never hears of")
+	}
+	d.Capabilities = 0
+	info, err := FromStore(d, open).Describe(t.Context(), json.RawMessage(`{"bytes": 64}`))
+	require.NoError(t, err)
+	require.False(t, info.Complete, "it does not place")
+	info, err = FromStore(d, func(context.Context, connector.Env, arenaTest) (connector.Store, error) { return newMemory(), nil }).Describe(t.Context(), json.RawMessage(`{"bytes": 64}`))
+	require.NoError(t, err)
+	require.False(t, info.Complete, "the config does not say")
+}

@@ -54,6 +54,9 @@ type Definition struct {
 // ArenaField() string names the field of the config that an operator must change if the machine has no room
 // for the arena.
 //
+// A config with a method Complete() bool says by it whether all that the Store has lies in slots that Placed has named, as in
+// connector.Info. It counts only with CanPlace and an arena, and only for the scope engine.
+//
 // A config with a method BeyondMachine() string says by it why other machines may see the blocks, as in
 // connector.Info.
 func FromStore[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (connector.Store, error)) connector.Plugin {
@@ -86,7 +89,8 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
 				info.Scope = scoped.Scope()
 			}
-			return info, d.check()
+			err = askComplete(&info, &config)
+			return info, cmp.Or(d.check(), err)
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, err := stores.side(ctx, env, raw)
@@ -126,6 +130,19 @@ func askArena(info *connector.Info, config any) {
 	if info.ArenaBytes == 0 && info.ArenaBlocks == 0 {
 		info.Capabilities &^= connector.CanPlace
 	}
+}
+
+// askComplete sets in info what a config says of what is not placed. The error says that it cannot know that.
+func askComplete(info *connector.Info, config any) error {
+	c, ok := config.(interface{ Complete() bool })
+	if !ok || info.Capabilities&connector.CanPlace == 0 || !c.Complete() {
+		return nil
+	}
+	if info.Scope != connector.ScopeEngine {
+		return fmt.Errorf("the config says Complete with the scope %v, in which others store what this one never hears of: %w", info.Scope, connector.ErrIncompatible)
+	}
+	info.Complete = true
+	return nil
 }
 
 // storeSide is the common part of both sides.
