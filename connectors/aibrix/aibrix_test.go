@@ -102,6 +102,26 @@ func TestVariables(t *testing.T) {
 	}
 }
 
+// What is in L1 is all there is without L2, and nothing is where there is no L1.
+func TestComplete(t *testing.T) {
+	for _, test := range []struct {
+		env  map[string]string
+		want bool
+	}{
+		{want: true},
+		{env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://127.0.0.1:1"}},
+		{env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://127.0.0.1:1", "L1_CACHE_ENABLED": "0"}},
+	} {
+		clean(t)
+		for k, v := range test.env {
+			t.Setenv(prefix+k, v)
+		}
+		info, err := plugin().Describe(t.Context(), nil)
+		require.NoError(t, err)
+		require.Equal(t, test.want, info.Complete, "%v", test.env)
+	}
+}
+
 // Every variable that AIBrix reads is read here, or passed on so that it can be named in the log; but no password of its
 // own backends.
 func TestVariablesOfAIBrix(t *testing.T) {

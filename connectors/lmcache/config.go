@@ -211,6 +211,12 @@ func (c *Config) ArenaBytes() int64 {
 	return s.memory
 }
 
+// Complete says that what is placed is all there is: with neither disk nor server there is nothing below memory.
+func (c *Config) Complete() bool {
+	s, err := c.settings()
+	return err == nil && s.memory > 0 && s.disk == "" && s.remote == nil
+}
+
 // ArenaField is the name that says how large the memory tier is.
 func (c *Config) ArenaField() string { return field(cpuSize) }
 

@@ -130,6 +130,9 @@ func (c *Config) ArenaBytes() int64 {
 	return DefaultBytes
 }
 
+// Complete says that what is placed is all there is: without a disk tier there is nothing else.
+func (c *Config) Complete() bool { return c.DiskPath == "" }
+
 // ArenaField is the field that says how large the memory tier is.
 func (c *Config) ArenaField() string {
 	if c.CPUBlocks > 0 {
