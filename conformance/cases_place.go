@@ -19,12 +19,18 @@ func placeCase(id, rule, text string, body func(*placing)) Case {
 }
 
 func placeCases() []Case {
+	reset := placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset)
+	reset.Optional = true // a connector may place and have no reset, or not be emptied by one
+	complete := placeCase("place-complete", "PLACE-27", "After saves, loads, evictions, what was declined and another life: a connector that says that what is placed is all there is finds nothing else.", placeComplete)
+	complete.Optional = true // it need not say so
 	return []Case{
 		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
-		placeCase("place-reset", "PLACE-21", "After a reset no slot is what it was.", placeReset),
+		reset,
 		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
+		placeCase("place-loaded", "PLACE-25", "The slots that a load names hold its blocks whole, and it takes any number of a slot that was read.", placeLoaded),
 		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
+		complete,
 	}
 }
 
@@ -36,48 +42,71 @@ type placing struct {
 
 func (r *rig) placing() *placing {
 	r.Helper()
-	e := r.closed(setup{})
+	return r.closed(setup{}).place(0)
+}
+
+// place has a host read the arena of an engine whose connector has had that many lives, and opens its sides.
+func (e *engine) place(lives uint64) *placing {
+	e.Helper()
 	largest := int64(0)
 	for g := range e.env.Layout.Groups {
 		largest = max(largest, e.env.Layout.BlockBytes(uint16(g)))
 	}
 	g := slot.Fit(int64(len(e.env.Arena)), largest, connector.MaxSlots)
 	if g.Slots == 0 {
-		r.Errorf("a connector that can %v asks for an arena of %d bytes, which holds no block", connector.CanPlace, len(e.env.Arena))
-		r.FailNow()
+		e.Errorf("a connector that can %v asks for an arena of %d bytes, which holds no block", connector.CanPlace, len(e.env.Arena))
+		e.FailNow()
 	}
 	arena, err := slot.Private(e.env.Arena[:g.ArenaBytes()]) // its words are accessed in turns
-	r.must(err, "arena")
-	words, err := slot.Private(make([]byte, g.WordsBytes()))
-	r.must(err, "words")
+	e.must(err, "arena")
 	p := &placing{engine: e}
-	p.host, err = slot.NewHost(arena, words, g)
-	r.must(err, "host")
+	p.host, err = slot.NewReader(arena, g)
+	e.must(err, "host")
+	p.host.Draw(lives << 40)
 	opening, err := p.host.Reopen()
-	r.must(err, "open the arena")
+	e.must(err, "open the arena")
 	e.env.Placement = &connector.Placement{Slots: g.Slots, SlotBytes: largest, Epoch: opening.Epoch, Serial: p.host.Draw(1 << 40)}
 	e.openAll()
 	return p
 }
 
-// savePlaced saves what lies in the blocks, and learns the slots that are named.
-func (p *placing) savePlaced(replace bool, used []uint32, bs ...connector.Block) []uint32 {
+func (p *placing) placer() connector.Placer {
 	p.Helper()
 	w, ok := connector.As[connector.Placer](p.workers[0])
 	if !ok {
 		p.Errorf("Info has %v, and the worker side is not a connector.Placer", connector.CanPlace)
 		p.FailNow()
 	}
+	return w
+}
+
+// savePlaced saves what lies in the blocks, and learns the slots that are named.
+func (p *placing) savePlaced(replace bool, used []uint32, bs ...connector.Block) []uint32 {
+	p.Helper()
 	t := transfer(bs)
 	t.Replace = replace
-	slots, err := w.SavePlaced(p.Context(), &t, p.kv[0], used)
+	slots, err := p.placer().SavePlaced(p.Context(), &t, p.kv[0], used)
 	p.must(err, "SavePlaced")
+	p.learn("a save", slots)
+	return slots
+}
+
+// loadPlaced loads blocks, and learns the slots that are named.
+func (p *placing) loadPlaced(used []uint32, bs ...connector.Block) {
+	p.Helper()
+	t := transfer(bs)
+	slots, err := p.placer().LoadPlaced(p.Context(), &t, p.kv[0], used)
+	p.must(err, "LoadPlaced")
+	p.learn("a load", slots)
+}
+
+func (p *placing) learn(who string, slots []uint32) {
+	p.Helper()
 	for _, s := range slots {
 		if err := p.host.Notice(&slot.Notice{Slots: []slot.Slot{slot.Slot(s)}}, 0); err != nil {
-			p.Errorf("slot %d, which a save has named: %v", s, err)
+			p.Errorf("slot %d, which %s has named: %v", s, who, err)
 		}
 	}
-	return slots
 }
 
 // find is where a block lies.
@@ -113,7 +142,7 @@ func (p *placing) resident(bs ...connector.Block) {
 	for _, b := range bs {
 		ref, err := p.find(b)
 		if err != nil {
-			p.Errorf("block %d was saved, and no slot was named that holds it: %v", b.ID, err)
+			p.Errorf("block %d was moved, and no slot was named that holds it: %v", b.ID, err)
 			continue
 		}
 		got, err := p.read(ref)
@@ -199,6 +228,20 @@ func placeUsed(p *placing) {
 	p.resident(slices.Concat(bs, more)...)
 }
 
+func placeLoaded(p *placing) {
+	keys := p.keys(4)
+	bs, to := blocks(0, keys...), blocks(8, keys...)
+	p.fill(bs...)
+	slots := p.savePlaced(false, nil, bs...)
+	p.host.Forget()
+	p.wipe(0x11, to...)
+	p.loadPlaced(slices.Concat(slots, []uint32{uint32(p.env.Placement.Slots), 1<<32 - 1}), to...)
+	p.holds(to...)
+	p.resident(bs...)
+	p.loadPlaced(nil, to...)
+	p.resident(bs...)
+}
+
 func placeMessage(p *placing) {
 	keys := p.keys(6)
 	bs := blocks(0, keys...)
@@ -206,4 +249,116 @@ func placeMessage(p *placing) {
 	p.savePlaced(false, nil, bs...)
 	p.equal(len(keys), p.match(keys...), "blocks offered of those that were placed")
 	p.whole(keys, 8)
+}
+
+// nextLife opens the connector's next life, whose host knows which of the blocks lie where, as the host before it did.
+func (p *placing) nextLife(keys []connector.BlockKey) *placing {
+	p.Helper()
+	var known []slot.Slot
+	for _, k := range keys {
+		if ref, err := p.find(connector.Block{Key: k}); err == nil {
+			known = append(known, ref.Slot)
+		}
+	}
+	p.closeAll()
+	i, err := p.inst.Again(p.Context())
+	p.must(err, "start again")
+	e := *p.engine
+	e.inst, e.env.Arena = p.keep(i), i.Arena
+	e.scheduler, e.workers = nil, make([]connector.Worker, len(p.workers))
+	n := e.place(1)
+	for _, s := range known {
+		if err := n.host.Notice(&slot.Notice{Slots: []slot.Slot{s}}, 0); err != nil && !errors.Is(err, slot.ErrGone) {
+			n.Errorf("slot %d in the next life: %v", s, err)
+		}
+	}
+	return n
+}
+
+// placedAlone is an engine whose connector says that it has nothing but what it has placed.
+type placedAlone struct {
+	*placing
+	prompts [][]connector.BlockKey // that were saved, or declined
+	told    bool                   // the last answer could name slots: an error has no room for them
+}
+
+func placeComplete(p *placing) {
+	if !p.info.Complete {
+		p.Skipf("the connector does not say that what is placed is all that it has")
+	}
+	if p.info.Scope != connector.ScopeEngine {
+		p.Errorf("Info says Complete with the scope %v: other engines store what this one never hears of", p.info.Scope)
+	}
+	a := &placedAlone{placing: p}
+	for range 6 {
+		a.store(1 + p.rand.IntN(slots/2))
+		a.use()
+		a.only()
+	}
+	a.store(slots) // what finds no room is declined, or pushes others out
+	a.use()
+	a.only()
+	a.placing = p.nextLife(slices.Concat(a.prompts...))
+	a.only()
+	a.store(slots / 2)
+	a.use()
+	a.only()
+}
+
+// store saves a fresh prompt, of which blocks may be declined.
+func (a *placedAlone) store(n int) {
+	a.Helper()
+	keys := a.keys(n)
+	a.prompts = append(a.prompts, keys)
+	bs := blocks(0, keys...)
+	a.fill(bs...)
+	t := transfer(bs)
+	named, err := a.placer().SavePlaced(a.Context(), &t, a.kv[0], nil)
+	if _, some := errors.AsType[*connector.BlockError](err); err != nil && !some {
+		a.must(err, "SavePlaced")
+	}
+	a.learn("a save", named)
+	a.told = err == nil
+}
+
+// use saves and loads what is there of a prompt.
+func (a *placedAlone) use() {
+	a.Helper()
+	for _, at := range a.rand.Perm(len(a.prompts)) {
+		keys := a.prompts[at]
+		n := a.match(keys...)
+		if n == 0 {
+			continue
+		}
+		bs := blocks(0, keys[:min(n, len(keys))]...)
+		a.fill(bs...)
+		a.savePlaced(false, nil, bs...)
+		a.wipe(0x11, bs...)
+		a.loadPlaced(nil, bs...)
+		a.holds(bs...)
+		a.told = true
+		return
+	}
+}
+
+// only fails the case if a query by message finds what lies in no slot that was named.
+func (a *placedAlone) only() {
+	a.Helper()
+	if !a.told {
+		return
+	}
+	for _, keys := range a.prompts {
+		qs := []connector.Query{query(keys)}
+		for i := range keys {
+			qs = append(qs, query(keys[i:i+1]))
+		}
+		for i, m := range a.ask(qs...) {
+			for _, k := range qs[i].Keys[:min(m.Tokens/blockTokens, len(qs[i].Keys))] {
+				if _, err := a.find(connector.Block{Key: k}); err != nil {
+					a.Errorf("Info says Complete, and a query finds a block that lies in no slot that an answer has named: %v", err)
+					return
+				}
+			}
+		}
+	}
 }

@@ -103,27 +103,30 @@ type move struct {
 	step    uint64
 	request connector.RequestID // of its own, so that it can be cancelled alone
 	end     chan host.Event
-	placing *placingMove // nil: not a call of SavePlaced
+	placing *placingMove // nil: not a call of SavePlaced or LoadPlaced
 }
 
-// placingMove is what a call of SavePlaced says beside its transfer, which the host divides.
+// placingMove is what such a call says beside its transfer, which the host divides.
 type placingMove struct {
 	mu           sync.Mutex
 	used, placed []uint32
 }
 
-// save is one part of the call.
-func (p *placingMove) save(ctx context.Context, w connector.Placer, t *connector.Transfer, kv *connector.KV) error {
+// part is one part of the call.
+func (p *placingMove) part(ctx context.Context, t *connector.Transfer, kv *connector.KV, call placeCall) error {
 	p.mu.Lock()
 	used := p.used
 	p.used = nil
 	p.mu.Unlock()
-	placed, err := w.SavePlaced(ctx, t, kv, used)
+	placed, err := call(ctx, t, kv, used)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.placed = append(p.placed, placed...)
 	return err
 }
+
+// placeCall is SavePlaced or LoadPlaced.
+type placeCall func(context.Context, *connector.Transfer, *connector.KV, []uint32) ([]uint32, error)
 
 // begin hands a transfer over in a step of its own.
 func (w *hostedWorker) begin(ctx context.Context, t *connector.Transfer, place func(*connector.Step) *[]connector.Transfer) *move {
@@ -182,9 +185,14 @@ func (w *hostedWorker) bring(request connector.RequestID, t *connector.Transfer)
 	}
 }
 
-// Load implements connector.Worker. A host cancels the load of a preempted request.
+// Load implements connector.Worker.
 func (w *hostedWorker) Load(ctx context.Context, t *connector.Transfer, _ *connector.KV) error {
-	m := w.begin(ctx, t, func(s *connector.Step) *[]connector.Transfer { return &s.Admitted })
+	return w.load(ctx, t, nil)
+}
+
+// load cancels as a host cancels the load of a preempted request.
+func (w *hostedWorker) load(ctx context.Context, t *connector.Transfer, placing *placingMove) error {
+	m := w.move(ctx, t, placing).begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Admitted })
 	defer context.AfterFunc(ctx, func() { w.host.Step(&connector.Step{Preempted: []connector.RequestID{m.request}}) })()
 	return m.wait()
 }
@@ -198,6 +206,15 @@ func (w *hostedWorker) Save(ctx context.Context, t *connector.Transfer, _ *conne
 func (w *hostedWorker) SavePlaced(ctx context.Context, t *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
 	p := &placingMove{used: used}
 	err := w.move(ctx, t, p).begin(t, func(s *connector.Step) *[]connector.Transfer { return &s.Computed }).wait()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.placed, err
+}
+
+// LoadPlaced implements connector.Placer.
+func (w *hostedWorker) LoadPlaced(ctx context.Context, t *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	p := &placingMove{used: used}
+	err := w.load(ctx, t, p)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.placed, err
@@ -264,11 +281,22 @@ func (b *behind) Close() error {
 // Capabilities implements connector.Partial.
 func (b *behind) Capabilities() connector.Capability { return connector.CapabilitiesOf(b.Worker) }
 
+// Load implements connector.Worker.
+func (b *behind) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+	b.front.mu.Lock()
+	m := b.front.moves[t.Request]
+	b.front.mu.Unlock()
+	if m != nil && m.placing != nil {
+		return m.placing.part(ctx, t, kv, b.Worker.(connector.Placer).LoadPlaced) //nolint:forcetypeassert // Capabilities says so
+	}
+	return b.Worker.Load(ctx, t, kv)
+}
+
 // Save implements connector.Worker.
 func (b *behind) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	return b.front.untilCaller(ctx, t.Request, func(ctx context.Context, m *move) error {
 		if m.placing != nil {
-			return m.placing.save(ctx, b.Worker.(connector.Placer), t, kv) //nolint:forcetypeassert // Capabilities says so
+			return m.placing.part(ctx, t, kv, b.Worker.(connector.Placer).SavePlaced) //nolint:forcetypeassert // Capabilities says so
 		}
 		return b.Worker.Save(ctx, t, kv)
 	})

@@ -6,18 +6,22 @@ import (
 )
 
 // Placer is a Worker that keeps blocks in slots of Env.Arena and says in which, so that the host finds and loads them without
-// asking. The host calls SavePlaced instead of Save if the side was opened with Env.Placement. A Load of what the host
-// did not find comes as before.
+// asking. The host calls SavePlaced instead of Save, and LoadPlaced instead of Load, if the side was opened with Env.Placement. It loads
+// so what it did not find.
 type Placer interface {
-	// SavePlaced is Save, and names the slots in which blocks of t lie then. What is not named is loaded by Load. A slot
-	// that was named keeps its block until the connector gives it up as rule PLACE-21 says. used are slots that the host has read
+	// SavePlaced is Save, and names the slots in which blocks of t lie then. What is not named is loaded by LoadPlaced. A slot
+	// that was named keeps its block until the connector gives it up as rule PLACE-21 says. At most 4,096 slots more are named than
+	// t has blocks: those of blocks that calls before have moved, which answered with an error. used are slots that the host has read
 	// since the last call, in that order: it counts as a use of what lies there. Both slices are the callee's and the
 	// caller's own.
 	SavePlaced(ctx context.Context, t *Transfer, kv *KV, used []uint32) (placed []uint32, err error)
+	// LoadPlaced is Load, and otherwise as SavePlaced: it names the slots of blocks that were there, and of those that it has
+	// brought there from elsewhere (rule PLACE-25).
+	LoadPlaced(ctx context.Context, t *Transfer, kv *KV, used []uint32) (placed []uint32, err error)
 }
 
 // Placement says how Env.Arena is divided into slots that the host reads: docs/spec/placement.md describes what lies where.
-// It is for whoever lays the slots out; a Store over the memory tier of this module hands it on and is done.
+// It is for whoever lays the slots out; a Store of package sdk/tier is given it and does the rest.
 type Placement struct {
 	Slots     int
 	SlotBytes int64  // the largest block of the layout

@@ -70,7 +70,8 @@ type Env struct {
 	// returns.
 	Arena []byte
 	// Placement says how the host expects blocks in the arena, if the connector has CanPlace and the host places; else it is
-	// nil, and the connector keeps the arena as it likes. The host writes the first page of the arena before each life then.
+	// nil, and the connector keeps the arena as it likes. The host writes the first page of the arena before each life then,
+	// except the first one with this arena, in which all of it is zero.
 	Placement *Placement
 	// LinkKey protects what plugins of this connector say to each other. It has 32 bytes, is the same for
 	// all engines of the deployment, and no other connector gets it. A plugin must neither take anything
@@ -239,6 +240,11 @@ type Info struct {
 	// ArenaBlockTokens is how many tokens each of ArenaBlocks holds; 0 means as many as one block of the
 	// engine.
 	ArenaBlockTokens int64
+	// Complete says that with this config what lies in no slot that an answer has named (see Placer) is stored nowhere, so
+	// that the host answers every query itself (rule PLACE-27). A connector whose blocks others can see, of the scope node or
+	// shared, must not say it, since another engine may store what this one never hears of. Without CanPlace or an arena it
+	// means nothing.
+	Complete bool
 	// Stats declares what a StatsSource reports, at most MaxStats entries. StatInfo.Validate says which are
 	// valid.
 	Stats []StatInfo

@@ -149,7 +149,7 @@ func (h *Host) startAsk(a *tracker.Ask) {
 	})
 }
 
-// matchPlaced answers a query without the plugin, if all of it is resident.
+// matchPlaced answers a query without the plugin, if the index says enough.
 func (h *Host) matchPlaced(q *connector.Query) (connector.Match, bool) {
 	m, ok := h.place.match(q)
 	if ok {

@@ -21,10 +21,11 @@ type arrival struct {
 
 // loadOrOverlap is load, and lets the engine use layers as they come if it asks for that, the tracker says so and the plugin
 // can. It returns whether it did.
-func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (overlapped bool, err error) {
+func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, overlapped bool, err error) {
 	loader, ok := connector.As[connector.LayerLoader](w)
 	if !a.Overlap || !ok || !h.opts.Overlap(a.Step, a.Transfer.Request) {
-		return false, h.load(ctx, r, w, a)
+		placed, err = h.load(ctx, r, w, a)
+		return placed, false, err
 	}
 	count := &connector.LayerCount{}
 	watching, stop := context.WithCancel(ctx)
@@ -36,7 +37,7 @@ func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a
 	err = loader.LoadLayers(ctx, a.Transfer, r.kv, count)
 	stop()
 	<-over
-	return true, err
+	return nil, true, err
 }
 
 // verifyLayers checks layers as they arrive, until one is wrong, all are right or ctx is done. It is the check of the

@@ -2,6 +2,8 @@ package host
 
 import (
 	"errors"
+	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -12,35 +14,39 @@ import (
 	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/place"
 	"github.com/kvport/kvport/internal/shm"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // placement is the host's end of a connector that places its blocks: what is resident is matched and loaded without a call
-// of the plugin. Whatever is in doubt goes by message, as everything does that is not resident. A nil placement
+// of the plugin. Whatever is in doubt goes by message, and so does what is not resident, unless it is known to be nowhere. A nil placement
 // finds nothing.
 type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
 
-	mu    sync.RWMutex // held for reading by whoever reads the arena
-	host  *place.Host  // nil: nothing is placed
-	first *byte        // of the arena
-	kv    *connector.KV
+	mu       sync.RWMutex // held for reading by whoever reads the arena
+	host     *place.Host  // nil: nothing is placed
+	first    *byte        // of the arena
+	kv       *connector.KV
+	complete bool // the plugin has nothing but what it has named
 
 	paused atomic.Bool // a reset is on its way
+	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
 
 	usedMu sync.Mutex
-	used   []uint32 // slots that were read, for the next save to tell
+	used   []uint32 // slots that were read, for the next save or load by message to tell
 }
 
 const (
 	lifeSerials = 1 << 40 // that a life of the plugin may draw
-	mostUsed    = 1 << 16 // slots that are remembered until a save
-	mostTold    = 1 << 12 // slots that one save tells
+	mostUsed    = 1 << 16 // slots that are remembered until somebody tells them
+	mostTold    = 1 << 12 // slots that one save or load tells
 )
 
-// reopen prepares the arena for the next life of the plugin. nil: it is not placed.
-func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
+// reopen prepares the arena for the next life of the plugin, which has said whether what is placed is all that it has. nil: it is
+// not placed.
+func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, error) {
 	if p == nil || len(arena) == 0 {
 		return nil, nil
 	}
@@ -61,7 +67,9 @@ func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
 		p.host = nil
 		return nil, err
 	}
+	p.complete = complete
 	p.paused.Store(false)
+	p.loads.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
 	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
 }
@@ -85,10 +93,6 @@ func (p *placement) layOut(arena []byte) error {
 	if err != nil {
 		return err
 	}
-	words, err := place.Private(make([]byte, g.WordsBytes())) // the plugin writes all slots, and knows of no pins (rule PLACE-20)
-	if err != nil {
-		return err
-	}
 	// To the copy and its digest a slot is a block of a cache: its segments one behind the other.
 	layout := *p.layout
 	layout.Blocks, layout.Segments = g.Slots, append([]connector.Segment(nil), layout.Segments...)
@@ -101,7 +105,7 @@ func (p *placement) layOut(arena []byte) error {
 	if p.kv, err = connector.NewKV(layout, [][]byte{arena}); err != nil {
 		return err
 	}
-	p.host, err = place.NewHost(memory, words, g)
+	p.host, err = place.NewReader(memory, g)
 	p.first = unsafe.SliceData(arena)
 	return err
 }
@@ -164,37 +168,63 @@ func (p *placement) open() bool {
 
 func (p *placement) leave() { p.mu.RUnlock() }
 
-// match answers a query if every full block of the prompt is resident that a request needs, on all ranks.
+// match answers a query: if every full block of the prompt is resident that a request needs, on all ranks, and for a connector
+// that has nothing else, from what is resident, which may be nothing.
 func (p *placement) match(q *connector.Query) (m connector.Match, ok bool) {
 	if len(q.Ticket) > 0 || q.Computed < 0 || !p.enter() {
 		return m, false
 	}
 	defer p.leave()
 	tokens := p.layout.Groups[0].BlockTokens
-	first, end := q.Computed/tokens, len(q.Keys)
-	if first >= end || end*tokens > q.Tokens || end*tokens <= q.Computed {
+	if len(q.Keys)*tokens > q.Tokens || slices.ContainsFunc(p.layout.Groups, func(g connector.Group) bool { return g.BlockTokens != tokens }) {
 		return m, false
 	}
-	now := time.Now().UnixMilli()
-	for g, group := range p.layout.Groups {
-		from := first
-		switch {
-		case group.BlockTokens != tokens:
-			return m, false
-		case group.Policy == connector.PolicyTrailing:
-			from = max(first, end-group.Trailing)
+	err := shm.Guard(func() error {
+		// While some block is known to be wrong, whoever misses one asks the plugin: its load heals it.
+		whole := !p.complete || p.host.Wrong()
+		end := p.prefix(q.Keys, min(q.Computed/tokens, len(q.Keys)), whole)
+		if n := end*tokens - q.Computed; n > 0 {
+			m = connector.Match{Tokens: n, Async: true}
 		}
-		keys := make([]connector.StoreKey, end-from)
-		for rank := range p.world {
-			for i, k := range q.Keys[from:end] {
-				keys[i] = p.key(k, uint16(g), rank)
+		ok = !whole || end == len(q.Keys) && m.Tokens > 0
+		return nil
+	})
+	return m, ok && err == nil
+}
+
+// prefix is how many blocks of a prompt a request can have that has the first ones: all ranks have every block before there
+// of the groups of full attention, and of other groups the last ones. whole: anything but all of them is of no use.
+func (p *placement) prefix(keys []connector.BlockKey, first int, whole bool) (end int) {
+	now := time.Now().UnixMilli()
+	end = len(keys)
+	for was := -1; was != end && end > first; {
+		was = end
+		for g, group := range p.layout.Groups {
+			from := first
+			switch {
+			case group.Policy == connector.PolicyTrailing:
+				from = max(first, end-group.Trailing)
+			case was < len(keys):
+				continue // known from the first round
 			}
-			if _, err := p.find(keys, now); err != nil {
-				return m, false
+			if end = p.run(keys, from, end, uint16(g), now); whole && end < len(keys) {
+				return end
 			}
 		}
 	}
-	return connector.Match{Tokens: end*tokens - q.Computed, Async: true}, true
+	return end
+}
+
+// run is where the blocks from one on, and before end, end that all ranks have.
+func (p *placement) run(keys []connector.BlockKey, from, end int, group uint16, now int64) int {
+	for rank := range p.world {
+		shards := make([]connector.StoreKey, end-from)
+		for i, k := range keys[from:end] {
+			shards[i] = p.key(k, group, rank)
+		}
+		end = from + p.host.Run(shards, now)
+	}
+	return end
 }
 
 func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.StoreKey {
@@ -221,6 +251,7 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 	}
 	for i, b := range blocks {
 		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
+			p.host.Drop(refs[i]) // else it would be found again and again
 			return false
 		}
 	}
@@ -255,13 +286,14 @@ func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac
 			return errors.Join(err, gone)
 		}
 		if err != nil {
-			p.host.Drop(ref.Part.Key) // the plugin loads it from now on, and is blamed if that is wrong, too
+			p.host.Drop(ref) // the plugin loads it from now on, and is blamed if that is wrong, too
 		}
 		return err
 	})
 }
 
-// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if nothing is saved for long.
+// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if the plugin is not
+// called for long.
 func (p *placement) noteUsed(refs []place.Ref) {
 	p.usedMu.Lock()
 	defer p.usedMu.Unlock()
@@ -273,7 +305,7 @@ func (p *placement) noteUsed(refs []place.Ref) {
 	}
 }
 
-// takeUsed gives what the next save tells the plugin.
+// takeUsed gives what the next save or load tells the plugin.
 func (p *placement) takeUsed() (used []uint32) {
 	p.usedMu.Lock()
 	defer p.usedMu.Unlock()
@@ -282,15 +314,32 @@ func (p *placement) takeUsed() (used []uint32) {
 	return used
 }
 
-// learn takes note of slots that a save has named. The error says that no honest plugin names them.
-func (p *placement) learn(slots []uint32) error {
+// usedForLoad is takeUsed for a load. A plugin that knows of saves alone would drop what a load tells, so it is kept for a save until
+// the plugin has shown otherwise.
+func (p *placement) usedForLoad() []uint32 {
+	if !p.loads.Load() {
+		return nil
+	}
+	return p.takeUsed()
+}
+
+// learn takes note of slots that a save or load of that many blocks has named. The error says that no honest plugin names them.
+func (p *placement) learn(slots []uint32, moved int) error {
+	if len(slots) > moved+wire.MaxUnnamed {
+		return fmt.Errorf("%d slots are named for %d blocks", len(slots), moved)
+	}
 	if !p.enter() {
 		return nil
 	}
 	defer p.leave()
 	now := time.Now().UnixMilli()
 	for _, s := range slots {
-		err := shm.Guard(func() error { return p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now) })
+		err := shm.Guard(func() error {
+			if p.host.Knows(place.Slot(s)) {
+				return nil
+			}
+			return p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now)
+		})
 		if refused, is := errors.AsType[*place.RefusalError](err); is && refused.Fault() {
 			return err
 		}

@@ -36,7 +36,7 @@ func TestPlacementBesideEviction(t *testing.T) {
 			r.shelf.Begin(at)
 			copy(r.shelf.Bytes(at, len(slots[i])), slots[i])
 			r.shelf.Publish(at, &place.Header{Key: r.p.key(bs[i].Key, 0, 0), Length: uint32(len(slots[i]))})
-			_ = r.p.learn([]uint32{uint32(at)})
+			_ = r.p.learn([]uint32{uint32(at)}, 1)
 		}
 	})
 	came, tried := 0, 0

@@ -78,7 +78,7 @@ func newPlacerRig(t *testing.T, lies bool) *placerRig {
 // start opens the next life of the plugin, and looks at what it has made of the arena before it begins to work.
 func (r *placerRig) start() {
 	r.Helper()
-	env, err := r.p.reopen(r.arena.Bytes())
+	env, err := r.p.reopen(r.arena.Bytes(), false)
 	require.NoError(r, err)
 	require.NotNil(r, env)
 	require.Equal(r, placerSlots, env.Slots)
@@ -129,7 +129,7 @@ func (r *placerRig) learn() {
 		if _, err := io.ReadFull(r.named, slot[:]); err != nil {
 			return
 		}
-		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}) != nil {
+		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}, 1) != nil {
 			r.faults.Add(1)
 		}
 	}

@@ -2,6 +2,7 @@ package host
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"math/rand/v2"
 	"slices"
@@ -12,6 +13,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // placedRig is an engine with a plugin that places: the plugin's end is a Shelf in this process.
@@ -23,6 +25,8 @@ type placedRig struct {
 	shelf *place.Shelf
 	ranks []*rank
 	next  uint32 // slot
+
+	complete bool // says its plugin when it opens
 }
 
 const placedBlocks = 32
@@ -55,7 +59,7 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 // life opens the next life of the plugin.
 func (r *placedRig) life() (found int) {
 	var err error
-	r.env, err = r.p.reopen(r.arena)
+	r.env, err = r.p.reopen(r.arena, r.complete)
 	require.NoError(r, err)
 	require.NotNil(r, r.env)
 	g := place.Geometry{Slots: r.env.Slots, SlotBytes: r.env.SlotBytes}
@@ -98,7 +102,7 @@ func (r *placedRig) save(n int, bs ...connector.Block) (slots []uint32) {
 		r.shelf.Publish(slot, &place.Header{Key: r.p.key(b.Key, b.Group, n), Length: uint32(len(data)), Group: b.Group})
 		slots = append(slots, uint32(slot))
 	}
-	require.NoError(r, r.p.learn(slots))
+	require.NoError(r, r.p.learn(slots, len(slots)))
 	return slots
 }
 
@@ -165,6 +169,111 @@ func TestPlacement(t *testing.T) {
 	require.Empty(t, r.p.takeUsed())
 }
 
+// Rule PLACE-23: of a plugin that has nothing but what it has placed, a query gets the longest prefix from which every group can go on
+// on all ranks, and no message is sent for what is nowhere.
+func TestPlacementComplete(t *testing.T) {
+	r := newPlacedRig(t, 2, all(), connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
+	ks := keys(1, 5)
+	finds := func(tokens, computed int) {
+		t.Helper()
+		m, ok := r.p.match(r.query(ks, computed))
+		require.True(t, ok)
+		require.Equal(t, connector.Match{Tokens: tokens, Async: tokens > 0}, m)
+	}
+	first, second := r.fill(ks, 0), r.fill(ks, 1)
+	_, ok := r.p.match(r.query(ks, 0))
+	require.False(t, ok, "it has not said so")
+	r.complete = true
+	r.life()
+	finds(0, 0)
+	r.save(0, first[:4]...)
+	r.save(0, second...)
+	finds(0, 0)
+	r.save(1, first[:3]...)
+	tail := r.save(1, second[1:3]...)
+	finds(48, 0)
+	finds(28, 20)
+	finds(0, 48)
+	finds(0, 80)
+	q := r.query(ks, 0)
+	q.Ticket = connector.Ticket("t")
+	_, ok = r.p.match(q)
+	require.False(t, ok, "a ticket is for the plugin")
+	r.shelf.Retire(place.Slot(tail[1]))
+	finds(0, 0) // the first two blocks are no use without the second group's first
+	slots := r.save(1, second[0])
+	finds(32, 0)
+	finds(16, 16)
+
+	r.shelf.Bytes(place.Slot(slots[0]), 8)[3] ^= 1
+	require.False(t, r.loaded(1, second[0]))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "a block is wrong, which the plugin's load finds out")
+	m, ok := r.p.match(&connector.Query{Request: "r", Tokens: 37, Keys: ks[:2], Computed: 16})
+	require.True(t, ok, "all of it is there")
+	require.Equal(t, 16, m.Tokens)
+	r.next = slots[0]
+	r.save(1, second[0])
+	finds(32, 0)
+	r.p.pause()
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "a reset is on its way")
+	r.p.resume()
+	finds(0, 0)
+	r.complete = false
+	r.life()
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "its next life does not say so")
+}
+
+// The prefix is the longest one, whatever is resident.
+func TestPlacementPrefix(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 0))
+	groups := []connector.Group{{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 1}, all(), {BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 3}}
+	ks, hits := keys(1, 8), 0
+	for range 200 {
+		r := newPlacedRig(t, 2, groups...)
+		r.complete = true
+		r.life()
+		have := map[[3]int]bool{} // by group, rank and block
+		for g := range groups {
+			bs := r.fill(ks, uint16(g))
+			for n := range 2 {
+				for i := range bs {
+					if have[[3]int{g, n, i}] = rng.IntN(10) > 0; have[[3]int{g, n, i}] {
+						r.save(n, bs[i])
+					}
+				}
+			}
+		}
+		computed := rng.IntN(16 * len(ks))
+		first := computed / 16
+		fits := func(end int) bool {
+			for g, group := range groups {
+				from := first
+				if group.Policy == connector.PolicyTrailing {
+					from = max(first, end-group.Trailing)
+				}
+				for i := from; i < end; i++ {
+					if !have[[3]int{g, 0, i}] || !have[[3]int{g, 1, i}] {
+						return false
+					}
+				}
+			}
+			return true
+		}
+		want := len(ks)
+		for !fits(want) {
+			want--
+		}
+		m, ok := r.p.match(r.query(ks, computed))
+		require.True(t, ok)
+		require.Equal(t, max(0, 16*want-computed), m.Tokens)
+		hits += m.Tokens
+	}
+	require.Positive(t, hits)
+}
+
 // A block whose slot is not what it was is copied once, and then asked of the plugin.
 func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	r := newPlacedRig(t, 1, all())
@@ -180,6 +289,111 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	require.False(t, ok)
 	_, ok = r.p.match(r.query(ks[:1], 0))
 	require.True(t, ok)
+	require.NoError(t, r.p.learn(slots, len(slots)))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "the plugin may name it as often as it likes")
+	r.next = slots[1]
+	r.save(0, bs[1])
+	require.True(t, r.loaded(0, bs...), "it was written again")
+}
+
+// A load that brought a wrong block teaches nothing: the slots that it names may hold what was wrong.
+func TestPlacementOfCorruptLoads(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 2), 0)
+	slots := r.save(0, bs...)
+	r.p.forget()
+	h := &Host{place: r.p}
+	h.learnArrived(slots, len(bs), &unreadable{corrupt: []connector.BlockID{bs[0].ID}})
+	require.Zero(t, r.p.host.Resident())
+	h.learnArrived(slots, len(bs), &unreadable{})
+	require.Equal(t, 2, r.p.host.Resident())
+}
+
+// A block of another length is found once, and then asked of the plugin.
+func TestPlacementForgetsOtherLengths(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	ks := keys(1, 1)
+	bs := r.fill(ks, 0)
+	r.shelf.Begin(0)
+	r.shelf.Publish(0, &place.Header{Key: r.p.key(ks[0], 0, 0), Length: 8})
+	require.NoError(t, r.p.learn([]uint32{0}, 1))
+	_, ok := r.p.match(r.query(ks, 0))
+	require.True(t, ok)
+	require.False(t, r.loaded(0, bs...))
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok)
+}
+
+// placingWorker names slots with each call.
+type placingWorker struct {
+	connector.Worker
+	used, slots []uint32
+}
+
+func (w *placingWorker) SavePlaced(_ context.Context, _ *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	w.used = used
+	return w.slots, nil
+}
+
+func (w *placingWorker) LoadPlaced(_ context.Context, _ *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	w.used = used
+	return w.slots, nil
+}
+
+// Rule PLACE-23: the plugin hears with a load which slots were read, and what it has brought into slots is loaded without it from then on.
+func TestPlacementOfLoads(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 3), 0)
+	w := &placingWorker{slots: r.save(0, bs...)}
+	require.True(t, r.loaded(0, bs...))
+	r.p.forget()
+	require.False(t, r.loaded(0, bs...))
+	h := &Host{place: r.p}
+	load := func() {
+		named, err := h.loadTo(t.Context(), w, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
+		require.NoError(t, err)
+		h.learn(named, len(bs))
+	}
+	silent := &placingWorker{} // it knows nothing of loads
+	_, err := h.loadTo(t.Context(), silent, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
+	require.NoError(t, err)
+	load()
+	require.Empty(t, silent.used)
+	require.Empty(t, w.used, "until the first load that names slots, uses wait for a save")
+	require.True(t, r.loaded(0, bs...))
+	load()
+	require.Equal(t, slices.Repeat(w.slots, 2), w.used)
+	load()
+	require.Empty(t, w.used, "each read is told once")
+	r.p.pause()
+	load()
+	require.Zero(t, r.p.host.Resident(), "named during a reset")
+	r.p.resume()
+	require.False(t, r.loaded(0, bs...))
+}
+
+// Rule PLACE-26: what a plugin names is bounded by what it was asked for, and what is known already is not looked at again.
+func TestPlacementIsToldMuch(t *testing.T) {
+	r := newPlacedRig(t, 1, all())
+	bs := r.fill(keys(1, 3), 0)
+	slots := r.save(0, bs...)
+	many := slices.Repeat(slots[:1], 1+wire.MaxUnnamed)
+	require.NoError(t, r.p.learn(many, 1))
+	require.ErrorContains(t, r.p.learn(append(many, slots[1]), 1), "slots are named for 1 blocks")
+	require.True(t, r.loaded(0, bs...))
+	allocated := testing.AllocsPerRun(1, func() { require.NoError(t, r.p.learn(many, 1)) })
+	require.Less(t, allocated, 2*float64(len(many)), "nothing is read of a slot that is known")
+	for _, s := range slots {
+		require.True(t, r.p.host.Knows(place.Slot(s)))
+	}
+	require.False(t, r.p.host.Knows(place.Slot(r.env.Slots)))
+	require.False(t, r.p.host.Knows(place.Slot(slots[2]+1)))
+	r.shelf.Retire(place.Slot(slots[1]))
+	require.False(t, r.p.host.Knows(place.Slot(slots[1])), "it is in use no more")
+	r.next = slots[1]
+	r.save(0, bs[1])
+	require.True(t, r.loaded(0, bs...), "it has another use, of which the host has learned")
 }
 
 // Rule PLACE-23: the blocks of a plugin that died stay known, if its next life keeps them; other memory has none.
@@ -201,7 +415,7 @@ func TestPlacementOverLives(t *testing.T) {
 	require.False(t, r.loaded(0, bs...))
 	_, ok := r.p.match(r.query(keys(1, 3), 0))
 	require.False(t, ok)
-	require.NoError(t, r.p.learn(slots))
+	require.NoError(t, r.p.learn(slots, len(slots)))
 }
 
 // Rule PLACE-24: from the beginning of a reset until its answer nothing is placed, and what was said before counts for nothing.
@@ -211,13 +425,13 @@ func TestPlacementReset(t *testing.T) {
 	slots := r.save(0, bs...)
 	r.p.pause()
 	require.False(t, r.loaded(0, bs...))
-	require.NoError(t, r.p.learn(slots), "of a save before the reset")
+	require.NoError(t, r.p.learn(slots, len(slots)), "of a save before the reset")
 	for _, s := range slots[:2] {
 		r.shelf.Retire(place.Slot(s))
 	}
 	r.p.resume()
 	require.False(t, r.loaded(0, bs[2]), "the host has forgotten what the plugin has not")
-	require.NoError(t, r.p.learn(slots))
+	require.NoError(t, r.p.learn(slots, len(slots)))
 	require.False(t, r.loaded(0, bs[0]))
 	require.True(t, r.loaded(0, bs[2]))
 }
@@ -238,7 +452,7 @@ func TestPlacementLies(t *testing.T) {
 			case 1: // a byte of a header
 				r.arena[4096+rng.IntN(4*128)] ^= 1 << rng.IntN(8)
 			case 2: // a name
-				if r.p.learn([]uint32{rng.Uint32N(uint32(2 * r.env.Slots))}) != nil {
+				if r.p.learn([]uint32{rng.Uint32N(uint32(2 * r.env.Slots))}, 1) != nil {
 					faults++
 				}
 			}

@@ -48,6 +48,7 @@ type source struct {
 	arena   *Arena               // empty if the connector asks for none
 	place   *placement           // nil: this plugin's blocks are not placed
 	placed  *connector.Placement // of the life that opens
+	whole   bool                 // what it places is all that it has, says that life
 	env     []string             // names of environment variables of the plugin
 	needs   connector.Needs
 	box     box
@@ -162,7 +163,7 @@ func (s *source) openPlacement() {
 		return
 	}
 	var err error
-	if s.placed, err = s.place.reopen(s.arena.Bytes()); err != nil && !errors.Is(err, place.ErrUnsupported) {
+	if s.placed, err = s.place.reopen(s.arena.Bytes(), s.whole); err != nil && !errors.Is(err, place.ErrUnsupported) {
 		s.log.Warn("blocks are not placed, each is matched and loaded by a call of the plugin", "connector", s.info.Name, "error", err)
 	}
 }
@@ -208,7 +209,7 @@ func (s *source) describe(ctx context.Context, r *plugin.Remote) error {
 			return err
 		}
 	}
-	s.info = info
+	s.info, s.whole = info, info.Complete
 	return s.fitArena()
 }
 
@@ -240,6 +241,7 @@ func (s *source) describeAgain(ctx context.Context, r *plugin.Remote) error {
 	if now.Name == was.Name && slices.Equal(now.Layouts, was.Layouts) && now.Groups == was.Groups &&
 		now.Lossy == was.Lossy && now.MatchFetches == was.MatchFetches && now.Scope == was.Scope && now.ArenaBytes == was.ArenaBytes && now.ArenaBlocks == was.ArenaBlocks && now.ArenaBlockTokens == was.ArenaBlockTokens &&
 		slices.EqualFunc(now.Stats, was.Stats, sameStat) {
+		s.whole = now.Complete && now.Capabilities&connector.CanPlace != 0 // a newer build may say it, and an older one not any more
 		return nil
 	}
 	return fmt.Errorf("%s has become another plugin, restart the engine or put the old binary back: %w", s.prog.Path, connector.ErrIncompatible)

@@ -115,7 +115,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if h.loadPlaced(r, a) {
 		return tracker.Outcome{}
 	}
-	overlapped, err := h.loadOrOverlap(ctx, r, w, a)
+	placed, overlapped, err := h.loadOrOverlap(ctx, r, w, a)
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
@@ -127,6 +127,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	}
 	found := h.arrive(r, a, overlapped, err)
 	fault.Crash("host.load.checked")
+	h.learnArrived(placed, len(t.Blocks), &found)
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
@@ -160,9 +161,7 @@ type tellingSaver interface {
 func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID, t *connector.Transfer, kv *connector.KV) error {
 	if p, places := connector.As[connector.Placer](w); places && h.place != nil {
 		slots, err := p.SavePlaced(ctx, t, kv, h.place.takeUsed())
-		if wrong := h.place.learn(slots); wrong != nil {
-			h.violation("placement: " + wrong.Error())
-		}
+		h.learn(slots, len(t.Blocks))
 		return err
 	}
 	s, tells := w.(tellingSaver)
@@ -179,12 +178,42 @@ func (h *Host) stored(id tracker.CallID) {
 	h.do(h.tracker.Stored(time.Now(), id))
 }
 
-// load lets a worker fill the blocks of a move: in the cache, or in landing memory.
-func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
+// load lets a worker fill the blocks of a move: in the cache, or in landing memory. placed are slots that it names.
+func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, err error) {
 	if r.landing == nil {
-		return w.Load(ctx, a.Transfer, r.kv)
+		return h.loadTo(ctx, w, a.Transfer, r.kv)
 	}
-	return a.Back(w.Load(ctx, a.Seen(), r.landing.kv))
+	placed, err = h.loadTo(ctx, w, a.Seen(), r.landing.kv)
+	return placed, a.Back(err)
+}
+
+func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) (placed []uint32, err error) {
+	p, places := connector.As[connector.Placer](w)
+	if !places || h.place == nil {
+		return nil, w.Load(ctx, t, kv)
+	}
+	placed, err = p.LoadPlaced(ctx, t, kv, h.place.usedForLoad())
+	if len(placed) > 0 {
+		h.place.loads.Store(true)
+	}
+	return placed, err
+}
+
+// learnArrived takes note of slots that a load of that many blocks has named, unless they may be those of what was wrong.
+func (h *Host) learnArrived(slots []uint32, moved int, found *unreadable) {
+	if len(found.corrupt) == 0 {
+		h.learn(slots, moved)
+	}
+}
+
+// learn takes note of slots that a save or a load of that many blocks has named.
+func (h *Host) learn(slots []uint32, moved int) {
+	if h.place == nil {
+		return
+	}
+	if wrong := h.place.learn(slots, moved); wrong != nil {
+		h.violation("placement: " + wrong.Error())
+	}
 }
 
 // arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. overlapped

@@ -45,13 +45,13 @@ func (s *session) dispatch(ctx context.Context, c *call, answer *kvportv1.Sessio
 }
 
 func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionResponse) error {
-	var move func(context.Context, *connector.Transfer, *connector.KV) error
+	var move mover
 	var m *kvportv1.Transfer
 	moved := &kvportv1.Moved{}
 	switch request := c.request.GetCall().(type) {
 	case *kvportv1.SessionRequest_Load:
 		fault.Crash("sdk.load")
-		move, m = w.worker.Load, request.Load
+		move, m = w.load(request.Load, moved), request.Load
 		defer fault.Crash("sdk.loaded")
 	case *kvportv1.SessionRequest_Save:
 		fault.Crash("sdk.save")
@@ -93,18 +93,38 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 	return move(ctx, &t, w.kv)
 }
 
+// mover is Load or Save, and placer is LoadPlaced or SavePlaced.
+type (
+	mover  func(context.Context, *connector.Transfer, *connector.KV) error
+	placer func(context.Context, *connector.Transfer, *connector.KV, []uint32) ([]uint32, error)
+)
+
 // save is the worker's Save, which fills moved if the worker is a Placer whose arena the host has placed.
-func (w *side) save(m *kvportv1.Transfer, moved *kvportv1.Moved) func(context.Context, *connector.Transfer, *connector.KV) error {
-	placer, ok := connector.As[connector.Placer](w.worker)
+func (w *side) save(m *kvportv1.Transfer, moved *kvportv1.Moved) mover {
+	p, ok := connector.As[connector.Placer](w.worker)
 	if !ok || !w.placing {
 		return w.worker.Save
 	}
+	return place("save.used", m, moved, p.SavePlaced)
+}
+
+// load is the worker's Load, which fills moved as save does.
+func (w *side) load(m *kvportv1.Transfer, moved *kvportv1.Moved) mover {
+	p, ok := connector.As[connector.Placer](w.worker)
+	if !ok || !w.placing {
+		return w.worker.Load
+	}
+	return place("load.used", m, moved, p.LoadPlaced)
+}
+
+// place is a move that hears which slots the host has read, and fills moved with those in which blocks lie then.
+func place(name string, m *kvportv1.Transfer, moved *kvportv1.Moved, move placer) mover {
 	return func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-		used, err := wire.SlotsFromProto("save.used", m.GetUsed())
+		used, err := wire.SlotsFromProto(name, m.GetUsed())
 		if err != nil {
 			return err
 		}
-		moved.Placed, err = placer.SavePlaced(ctx, t, kv, used)
+		moved.Placed, err = move(ctx, t, kv, used)
 		return err
 	}
 }

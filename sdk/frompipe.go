@@ -68,7 +68,7 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 			if err != nil {
 				return nil, err
 			}
-			return &pipeWorker{storeWorker{side, 0}, peers.Worker(side.env), d.Capabilities}, nil
+			return &pipeWorker{storeWorker{storeSide: side}, peers.Worker(side.env), d.Capabilities}, nil
 		},
 	}
 }

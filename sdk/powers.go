@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/wire"
@@ -12,10 +13,11 @@ import (
 // storePowers are the optional powers that a Store can have.
 const storePowers = connector.CanReset | connector.CanStat | connector.CanEvents | connector.CanPlace
 
-// Placing is a Store with CanPlace: it keeps blocks in slots of Env.Arena as Env.Placement says, if that is set. The memory
-// tier does so.
+// Placing is a Store with CanPlace: it keeps blocks in slots of Env.Arena as Env.Placement says, if that is set. Package
+// sdk/tier has such a Store.
 type Placing interface {
-	// Placed names the slots in which blocks with these keys lie. Blocks that lie nowhere are left out.
+	// Placed names the slots in which blocks with these keys lie, after a save or a load of them. Blocks that lie nowhere are
+	// left out. The slice is the caller's.
 	Placed(keys []connector.StoreKey) []uint32
 	// Used counts as a use of what lies in each of the slots, in this order.
 	Used(slots []uint32)
@@ -47,8 +49,8 @@ func (d *Definition) check() error {
 	return connector.ValidateStats(d.Stats)
 }
 
-// has returns an error if the Definition claims a power that the Store lacks.
-func (d *Definition) has(store connector.Store) error {
+// has returns an error if the Definition claims a power that the Store lacks. Without an arena there is nothing to place in.
+func (d *Definition) has(store connector.Store, arena bool) error {
 	var lacks connector.Capability
 	if _, ok := store.(connector.Resetter); !ok {
 		lacks |= connector.CanReset
@@ -59,7 +61,7 @@ func (d *Definition) has(store connector.Store) error {
 	if _, ok := store.(Watchable); !ok {
 		lacks |= connector.CanEvents
 	}
-	if _, ok := store.(Placing); !ok {
+	if _, ok := store.(Placing); !ok && arena {
 		lacks |= connector.CanPlace
 	}
 	if lacks &= d.Capabilities; lacks != 0 {
@@ -73,34 +75,90 @@ func (w *storeWorker) Capabilities() connector.Capability { return w.powers }
 
 // SavePlaced implements connector.Placer.
 func (w *storeWorker) SavePlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32) (placed []uint32, err error) {
+	return w.movePlaced(ctx, t, kv, used, w.Save)
+}
+
+// LoadPlaced implements connector.Placer.
+func (w *storeWorker) LoadPlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32) (placed []uint32, err error) {
+	return w.movePlaced(ctx, t, kv, used, w.Load)
+}
+
+// movePlaced is Save or Load of a Store that places.
+func (w *storeWorker) movePlaced(ctx context.Context, t *connector.Transfer, kv *connector.KV, used []uint32, move mover) (placed []uint32, err error) {
 	store, ok := w.store.(Placing)
 	if !ok {
 		return nil, fmt.Errorf("the connector cannot %v: %w", connector.CanPlace, connector.ErrIncompatible)
 	}
-	if len(used) > 0 { // before the save, which may evict
+	if len(used) > 0 { // before the move, which may evict
 		err = wire.Guard(w.log, "used", func() error {
 			store.Used(used)
 			return nil
 		})
 	}
 	if err == nil {
-		err = w.Save(ctx, t, kv)
+		err = move(ctx, t, kv)
 	}
 	if err != nil {
+		w.unnamed.add(w.keys(others(t.Blocks, err)))
 		return nil, err
 	}
-	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
-	keys := make([]connector.StoreKey, 0, len(t.Blocks))
-	for _, b := range t.Blocks {
-		if b.Key != (connector.BlockKey{}) {
-			keys = append(keys, connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard))
-		}
-	}
+	keys := append(w.keys(t.Blocks), w.unnamed.take()...)
 	err = wire.Guard(w.log, "placed", func() error {
 		placed = store.Placed(keys)
 		return nil
 	})
-	return placed, err
+	return placed[:min(len(placed), wire.MaxPlaced)], err
+}
+
+// others are the blocks that were moved although some were not.
+func others(blocks []connector.Block, err error) (some []connector.Block) {
+	failed, is := errors.AsType[*connector.BlockError](err)
+	if !is {
+		return nil
+	}
+	not := map[connector.BlockID]bool{}
+	for _, id := range failed.Blocks {
+		not[id] = true
+	}
+	for _, b := range blocks {
+		if !not[b.ID] {
+			some = append(some, b)
+		}
+	}
+	return some
+}
+
+// unnamed are blocks whose slots the host has not heard: an error has no room for slots, so the next answer has them (rule
+// PLACE-26). Its zero value has none.
+type unnamed struct {
+	mu   sync.Mutex
+	keys []connector.StoreKey
+}
+
+func (u *unnamed) add(keys []connector.StoreKey) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.keys = append(u.keys, keys...)
+	u.keys = u.keys[max(0, len(u.keys)-wire.MaxUnnamed):] // the oldest are forgotten
+}
+
+func (u *unnamed) take() (keys []connector.StoreKey) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	keys, u.keys = u.keys, nil
+	return keys
+}
+
+// keys are those of the full blocks.
+func (w *storeWorker) keys(blocks []connector.Block) []connector.StoreKey {
+	shard := connector.Shard{Rank: w.env.Rank, World: max(1, w.env.World)}
+	keys := make([]connector.StoreKey, 0, len(blocks))
+	for _, b := range blocks {
+		if b.Key != (connector.BlockKey{}) {
+			keys = append(keys, connector.NewStoreKey(b.Key, w.env.Shape, b.Group, shard))
+		}
+	}
+	return keys
 }
 
 // Capabilities implements connector.Partial.

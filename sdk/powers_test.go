@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/wire"
 )
 
 // powerful is a Store with every power that a Store can have.
@@ -79,7 +80,7 @@ func TestStorePowers(t *testing.T) {
 	p := storeOf(powerfulDefinition(), store)
 	info, err := p.Describe(t.Context(), nil)
 	require.NoError(t, err)
-	require.Equal(t, storePowers, info.Capabilities)
+	require.Equal(t, storePowers&^connector.CanPlace, info.Capabilities, "there is no memory to place anything")
 	require.Equal(t, storePowers, p.Capabilities)
 	require.Equal(t, "blocks", info.Stats[0].Name)
 	scheduler, worker := open(t, p, testEnv(0, 1))
@@ -114,7 +115,7 @@ func TestStorePowersAreClaimed(t *testing.T) {
 	d := powerfulDefinition()
 	_, err := storeOf(d, newMemory()).Scheduler(t.Context(), testEnv(0, 1), nil)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
-	require.ErrorContains(t, err, "claims reset,stat,events,place, but the Store lacks its methods")
+	require.ErrorContains(t, err, "claims reset,stat,events, but the Store lacks its methods")
 
 	d.Capabilities, d.Stats = 0, nil
 	s, err := storeOf(d, &powerful{memory: newMemory()}).Scheduler(t.Context(), testEnv(0, 1), nil)
@@ -166,6 +167,10 @@ func TestSavePlaced(t *testing.T) {
 	slots, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs}, kv, nil)
 	require.ErrorIs(t, err, fail)
 	require.Empty(t, slots)
+	fail = nil
+	slots, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:1]}, kv, nil)
+	require.NoError(t, err)
+	require.Equal(t, want[:1], slots)
 
 	d := powerfulDefinition()
 	d.Capabilities &^= connector.CanPlace
@@ -173,6 +178,82 @@ func TestSavePlaced(t *testing.T) {
 	defer other.Close()
 	_, ok = connector.As[connector.Placer](other)
 	require.False(t, ok, "the definition does not claim it")
+}
+
+// Rule PLACE-25: what was read counts before the load, too, which may evict, and the load names what it has brought.
+func TestLoadPlaced(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	_, worker := open(t, storeOf(powerfulDefinition(), store), testEnv(0, 1))
+	defer worker.Close()
+	placer, ok := connector.As[connector.Placer](worker)
+	require.True(t, ok)
+	saved, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, testKV(t, 1), nil)
+	require.NoError(t, err)
+	require.Len(t, saved, 3)
+	store.before = func(call string, _ int) error {
+		if call == "get" {
+			require.NotEmpty(t, store.used)
+		}
+		return nil
+	}
+	kv := testKV(t, 9)
+	slots, err := placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, kv, []uint32{7, 1 << 31})
+	require.NoError(t, err)
+	require.Equal(t, saved, slots)
+	require.Equal(t, []uint32{7, 1 << 31}, store.used)
+	require.Equal(t, testKV(t, 1).View(0, 2), kv.View(0, 2))
+	clear(store.data)
+	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: blocks(3)}, kv, nil)
+	require.ErrorIs(t, err, connector.ErrGone)
+	require.Empty(t, slots)
+}
+
+// A Store that has methods for placing with an arena alone opens without one, and does not place then.
+func TestStoreWithoutArenaNeedNotPlace(t *testing.T) {
+	d := Definition{Name: "T", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanPlace}
+	p := FromStore(d, func(context.Context, connector.Env, arenaTest) (connector.Store, error) { return newMemory(), nil })
+	worker, err := p.Worker(t.Context(), testEnv(0, 1), []byte(`{"bytes": 0}`))
+	require.NoError(t, err)
+	defer worker.Close()
+	_, places := connector.As[connector.Placer](worker)
+	require.False(t, places)
+	env := testEnv(0, 1)
+	env.Arena = make([]byte, 64)
+	_, err = p.Worker(t.Context(), env, []byte(`{"bytes": 64}`))
+	require.ErrorContains(t, err, "claims place, but the Store lacks its methods")
+}
+
+// Rule PLACE-26: what is stored although another block of the save was declined is named by the next answer, and once.
+func TestPlacedThoughOthersFailed(t *testing.T) {
+	store := &powerful{memory: newMemory()}
+	_, worker := open(t, storeOf(powerfulDefinition(), store), testEnv(0, 1))
+	defer worker.Close()
+	placer, ok := connector.As[connector.Placer](worker)
+	require.True(t, ok)
+	bs, kv := blocks(4), testKV(t, 1)
+	all, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs}, kv, nil)
+	require.NoError(t, err)
+	require.Len(t, all, 4)
+	fail := error(&connector.ItemError{Items: []int{1}, Err: connector.ErrDeclined})
+	store.before = func(string, int) error { return fail }
+	slots, err := placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:3]}, kv, nil)
+	require.ErrorIs(t, err, connector.ErrDeclined)
+	require.Empty(t, slots)
+	fail = nil
+	for _, want := range [][]uint32{{all[3], all[0], all[2]}, {all[3]}} {
+		slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: bs[3:]}, kv, nil)
+		require.NoError(t, err)
+		require.Equal(t, want, slots)
+	}
+	for range wire.MaxUnnamed {
+		fail = &connector.ItemError{Items: []int{1}, Err: connector.ErrDeclined}
+		_, err = placer.SavePlaced(t.Context(), &connector.Transfer{Blocks: bs[:3]}, kv, nil)
+		require.ErrorIs(t, err, connector.ErrDeclined)
+	}
+	fail = nil
+	slots, err = placer.LoadPlaced(t.Context(), &connector.Transfer{Blocks: bs[3:]}, kv, nil)
+	require.NoError(t, err)
+	require.Len(t, slots, 1+wire.MaxUnnamed)
 }
 
 // Rule EVENT-01: a block is stored when all ranks have it, and removed with the first part.
@@ -307,14 +388,15 @@ func TestStoreForEachArena(t *testing.T) {
 // Rule ARENA-01: a Store gets the arena that its config asks for, on both sides, or does not open.
 func TestStoreArena(t *testing.T) {
 	var got []byte
-	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine}, func(_ context.Context, env connector.Env, _ arenaTest) (connector.Store, error) {
+	p := FromStore(Definition{Name: "A", Scope: connector.ScopeEngine, Capabilities: connector.CanPlace}, func(_ context.Context, env connector.Env, _ arenaTest) (connector.Store, error) {
 		got = env.Arena
-		return newMemory(), nil
+		return &powerful{memory: newMemory()}, nil
 	})
 	config := json.RawMessage(`{"bytes": 64}`)
 	info, err := p.Describe(t.Context(), config)
 	require.NoError(t, err)
 	require.EqualValues(t, 64, info.ArenaBytes)
+	require.Equal(t, connector.CanPlace, info.Capabilities)
 	env := testEnv(0, 1)
 	for _, size := range []int{0, 63, 65} {
 		env.Arena = make([]byte, size)
@@ -328,4 +410,46 @@ func TestStoreArena(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, got, 64)
 	require.NoError(t, s.Close())
+}
+
+type completeTest struct {
+	Bytes int64 `json:"bytes"`
+	Below bool  `json:"below"`
+	Who   uint8 `json:"who"`
+}
+
+func (c completeTest) ArenaBytes() int64 { return c.Bytes }
+
+func (c completeTest) Complete() bool { return !c.Below }
+
+func (c completeTest) Scope() connector.Scope {
+	return connector.ScopeEngine + connector.Scope(c.Who)
+}
+
+// Rule PLACE-27: a config says that what is placed is all there is, where something is placed and nobody else sees the blocks.
+func TestStoreComplete(t *testing.T) {
+	open := func(context.Context, connector.Env, completeTest) (connector.Store, error) {
+		return &powerful{memory: newMemory()}, nil
+	}
+	d := Definition{Name: "A", Scope: connector.ScopeEngine, Capabilities: connector.CanPlace}
+	p := FromStore(d, open)
+	for config, want := range map[string]bool{
+		`{"bytes": 64}`: true, `{"bytes": 64, "below": true}`: false, `{"bytes": 0}`: false, `{"bytes": 0, "who": 1}`: false, `{"bytes": 64, "who": 2, "below": true}`: false,
+	} {
+		info, err := p.Describe(t.Context(), json.RawMessage(config))
+		require.NoError(t, err, config)
+		require.Equal(t, want, info.Complete, config)
+	}
+	for _, config := range []string{`{"bytes": 64, "who": 1}`, `{"bytes": 64, "who": 2}`} {
+		_, err := p.Describe(t.Context(), json.RawMessage(config))
+		require.ErrorIs(t, err, connector.ErrIncompatible)
+		require.ErrorContains(t, err, "others store what this one never hears of")
+	}
+	d.Capabilities = 0
+	info, err := FromStore(d, open).Describe(t.Context(), json.RawMessage(`{"bytes": 64}`))
+	require.NoError(t, err)
+	require.False(t, info.Complete, "it does not place")
+	info, err = FromStore(d, func(context.Context, connector.Env, arenaTest) (connector.Store, error) { return newMemory(), nil }).Describe(t.Context(), json.RawMessage(`{"bytes": 64}`))
+	require.NoError(t, err)
+	require.False(t, info.Complete, "the config does not say")
 }

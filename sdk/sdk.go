@@ -5,7 +5,7 @@
 //	}
 //
 // [FromStore] makes both sides of a connector from a plain key-value store, [DecodeConfig] reads its
-// config, and [Serve] is the whole main function of its plugin process. Authors who decide for themselves
+// config, and [Serve] is the whole main function of its plugin process. Package sdk/tier puts memory before a Store. Authors who decide for themselves
 // what is loaded and saved use [FromSides], or fill a connector.Plugin by hand, and call Serve.
 package sdk
 

@@ -29,8 +29,8 @@ type Definition struct {
 	MatchFetches bool
 
 	// Capabilities are the optional powers of the Store that open returns: CanReset for a method Reset
-	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]), CanPlace for [Placing].
-	// If the Store lacks one of them, the side does not open.
+	// (connector.Resetter), CanStat for Stats (connector.StatsSource), CanEvents for Watch ([Watchable]), CanPlace for [Placing]
+	// where the config asks for an arena. If the Store lacks one of them, the side does not open.
 	Capabilities connector.Capability
 	Stats        []connector.StatInfo // what the Store's Stats method reports
 	Medium       string               // BlockEvent.Medium of its blocks, such as "disk"
@@ -53,6 +53,9 @@ type Definition struct {
 // with ArenaBlockTokens() int64 these are blocks of that many tokens, see connector.Info. A method
 // ArenaField() string names the field of the config that an operator must change if the machine has no room
 // for the arena.
+//
+// A config with a method Complete() bool says by it whether all that the Store has lies in slots that Placed has named, as in
+// connector.Info. It counts only with CanPlace and an arena, and only for the scope engine.
 //
 // A config with a method BeyondMachine() string says by it why other machines may see the blocks, as in
 // connector.Info.
@@ -86,7 +89,8 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if scoped, ok := any(config).(interface{ Scope() connector.Scope }); ok {
 				info.Scope = scoped.Scope()
 			}
-			return info, d.check()
+			err = askComplete(&info, &config)
+			return info, cmp.Or(d.check(), err)
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, err := stores.side(ctx, env, raw)
@@ -100,12 +104,16 @@ func FromStore[C any](d Definition, open func(ctx context.Context, env connector
 			if err != nil {
 				return nil, err
 			}
-			return &storeWorker{side, d.Capabilities}, nil
+			powers := d.Capabilities
+			if _, ok := side.store.(Placing); !ok {
+				powers &^= connector.CanPlace // of a config without an arena
+			}
+			return &storeWorker{storeSide: side, powers: powers}, nil
 		},
 	}
 }
 
-// askArena sets in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens.
+// askArena sets in info what a config asks for: its ArenaBytes, ArenaBlocks and ArenaBlockTokens. Without memory nothing is placed.
 func askArena(info *connector.Info, config any) {
 	if c, ok := config.(interface{ ArenaBytes() int64 }); ok {
 		info.ArenaBytes = c.ArenaBytes()
@@ -119,6 +127,22 @@ func askArena(info *connector.Info, config any) {
 	if c, ok := config.(interface{ ArenaField() string }); ok {
 		info.ArenaField = c.ArenaField()
 	}
+	if info.ArenaBytes == 0 && info.ArenaBlocks == 0 {
+		info.Capabilities &^= connector.CanPlace
+	}
+}
+
+// askComplete sets in info what a config says of what is not placed. The error says that it cannot know that.
+func askComplete(info *connector.Info, config any) error {
+	c, ok := config.(interface{ Complete() bool })
+	if !ok || info.Capabilities&connector.CanPlace == 0 || !c.Complete() {
+		return nil
+	}
+	if info.Scope != connector.ScopeEngine {
+		return fmt.Errorf("the config says Complete with the scope %v, in which others store what this one never hears of: %w", info.Scope, connector.ErrIncompatible)
+	}
+	info.Complete = true
+	return nil
 }
 
 // storeSide is the common part of both sides.
@@ -290,7 +314,8 @@ func (s *storeScheduler) lookup(ctx context.Context, runs [][]connector.StoreKey
 
 type storeWorker struct {
 	storeSide
-	powers connector.Capability
+	powers  connector.Capability
+	unnamed unnamed
 }
 
 // Load implements connector.Worker.

@@ -37,7 +37,7 @@ func newStores(d Definition, arena func(json.RawMessage, *connector.Env) (int64,
 		if e.store == nil {
 			return e, fmt.Errorf("open returned no store: %w", connector.ErrIncompatible)
 		}
-		if err := s.definition.has(e.store); err != nil {
+		if err := s.definition.has(e.store, len(env.Arena) > 0); err != nil {
 			return e, errors.Join(err, wire.Guard(env.Log, "close", e.store.Close))
 		}
 		return e, s.observe(&e, &env)

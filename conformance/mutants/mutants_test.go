@@ -62,6 +62,16 @@ func TestPlacingReference(t *testing.T) {
 	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.PlacingReference(), nil)), conformance.Place)
 }
 
+func TestCompleteReference(t *testing.T) {
+	for _, h := range []conformance.Maker{conformance.InProcess(mutants.CompleteReference(), nil), conformance.Wire(mutants.CompleteReference(), nil)} {
+		conformance.Run(t, h, conformance.Place)
+		for seed := range uint64(5) {
+			r := conformance.Check(t.Context(), h, conformance.Options{Only: []string{"place-complete"}, Seed: seed})[0]
+			require.Equal(t, conformance.Pass, r.Status, "seed %d: %v", seed, r.Log)
+		}
+	}
+}
+
 func TestArenaReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.ArenaReference(), nil))
 	conformance.Run(t, conformance.Wire(mutants.ArenaReference(), nil))

@@ -3,6 +3,7 @@ package mutants
 import (
 	"bytes"
 	"context"
+	"math"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
@@ -10,7 +11,8 @@ import (
 	"github.com/kvport/kvport/sdk"
 )
 
-// placingStore is a Store in slots of the arena that the host may read. What finds no slot it keeps elsewhere.
+// placingStore is a Store in slots of the arena that the host may read. What finds no slot it keeps elsewhere, if it does not
+// evict.
 type placingStore struct {
 	mu    sync.Mutex
 	shelf *place.Shelf
@@ -18,6 +20,7 @@ type placingStore struct {
 	at    map[connector.StoreKey]place.Slot
 	rest  map[connector.StoreKey][]byte // what has no slot
 	free  []place.Slot
+	evict bool // the oldest block makes room for the next
 	bad   placingFault
 	lost  bool // of a mutant
 }
@@ -30,38 +33,67 @@ type placingFault struct {
 	stays   bool // a reset leaves the slots as they are
 	strict  bool // it names nothing any more once it has heard of a slot that it does not have
 	alone   bool // what is placed it has no longer itself
+	mute    bool // it names no slot of what it has loaded
+	once    bool // it gives up what it has loaded
+	below   bool // it keeps what it evicts elsewhere
 }
 
 // PlacingReference is a correct connector that places its blocks.
 func PlacingReference() connector.Plugin { return placingPlugin(placingFault{}) }
 
+// CompleteReference is a correct connector that has nothing but what it has placed.
+func CompleteReference() connector.Plugin { return completePlugin(placingFault{}) }
+
 func placingPlugin(bad placingFault) connector.Plugin {
-	d := sdk.Definition{Name: "PlacingConnector", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanReset | connector.CanPlace}
-	return sdk.FromStore(d, func(_ context.Context, env connector.Env, _ arenaConfig) (connector.Store, error) {
-		s := &placingStore{g: place.Fit(arenaSize, env.Layout.BlockBytes(0), arenaSize), at: map[connector.StoreKey]place.Slot{}, rest: map[connector.StoreKey][]byte{}, bad: bad}
-		o := place.ShelfOpening{}
-		if p := env.Placement; p != nil {
-			s.g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
-		}
-		memory, err := place.Private(env.Arena[:s.g.ArenaBytes()])
-		if err != nil {
-			return nil, err
-		}
-		var found []place.Found
-		if s.shelf, found, _, err = place.OpenShelf(memory, s.g, o, 0); err != nil {
-			return nil, err
-		}
-		used := map[place.Slot]bool{}
-		for _, f := range found {
-			s.at[f.Key], used[f.Slot] = f.Slot, true
-		}
-		for slot := range place.Slot(s.g.Slots) {
-			if !used[slot] {
-				s.free = append(s.free, slot)
-			}
-		}
-		return s, nil
+	return sdk.FromStore(placingDefinition(), func(_ context.Context, env connector.Env, _ arenaConfig) (connector.Store, error) {
+		return openPlacing(&env, &placingStore{bad: bad})
 	})
+}
+
+func completePlugin(bad placingFault) connector.Plugin {
+	return sdk.FromStore(placingDefinition(), func(_ context.Context, env connector.Env, _ completeConfig) (connector.Store, error) {
+		return openPlacing(&env, &placingStore{bad: bad, evict: true})
+	})
+}
+
+func placingDefinition() sdk.Definition {
+	return sdk.Definition{Name: "PlacingConnector", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanReset | connector.CanPlace}
+}
+
+// completeConfig is the config of a Store in an arena that has room for few blocks.
+type completeConfig struct{}
+
+// ArenaBytes says what the Store asks the host for.
+func (completeConfig) ArenaBytes() int64 { return arenaSize / 64 }
+
+// Complete says that the Store has nothing but what it has placed.
+func (completeConfig) Complete() bool { return true }
+
+func openPlacing(env *connector.Env, s *placingStore) (connector.Store, error) {
+	s.at, s.rest = map[connector.StoreKey]place.Slot{}, map[connector.StoreKey][]byte{}
+	s.g = place.Fit(int64(len(env.Arena)), env.Layout.BlockBytes(0), len(env.Arena))
+	o := place.ShelfOpening{}
+	if p := env.Placement; p != nil {
+		s.g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
+	}
+	memory, err := place.Private(env.Arena[:s.g.ArenaBytes()])
+	if err != nil {
+		return nil, err
+	}
+	var found []place.Found
+	if s.shelf, found, _, err = place.OpenShelf(memory, s.g, o, 0); err != nil {
+		return nil, err
+	}
+	used := map[place.Slot]bool{}
+	for _, f := range found {
+		s.at[f.Key], used[f.Slot] = f.Slot, true
+	}
+	for slot := range place.Slot(s.g.Slots) {
+		if !used[slot] {
+			s.free = append(s.free, slot)
+		}
+	}
+	return s, nil
 }
 
 // Lookup implements connector.Store.
@@ -96,7 +128,11 @@ func (s *placingStore) Get(_ context.Context, items []connector.Item) error {
 		for _, span := range it.Spans {
 			from = from[copy(span, from):]
 		}
+		if slot, placed := s.at[it.Key]; placed && s.bad.once {
+			s.shelf.Retire(slot)
+		}
 	}
+	s.lost = s.lost || s.bad.mute
 	if cause != nil {
 		return &connector.ItemError{Items: failed, Err: cause}
 	}
@@ -126,6 +162,7 @@ func (s *placingStore) get(it connector.Item) ([]byte, error) {
 func (s *placingStore) Put(_ context.Context, items []connector.Item) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.lost = s.lost && !s.bad.mute
 	for _, it := range items {
 		data := bytes.Join(it.Spans, nil)
 		old, known := s.at[it.Key]
@@ -148,6 +185,9 @@ func (s *placingStore) Put(_ context.Context, items []connector.Item) error {
 // put writes a block where there is room.
 func (s *placingStore) put(it connector.Item, data []byte) {
 	delete(s.at, it.Key)
+	if len(s.free) == 0 && s.evict {
+		s.makeRoom()
+	}
 	if len(s.free) == 0 {
 		s.rest[it.Key] = data
 		return
@@ -159,6 +199,27 @@ func (s *placingStore) put(it connector.Item, data []byte) {
 	s.shelf.Publish(slot, &place.Header{Key: it.Key, Length: uint32(len(data)), Tenant: it.Tenant})
 	s.at[it.Key] = slot
 	delete(s.rest, it.Key)
+}
+
+// makeRoom evicts the oldest block.
+func (s *placingStore) makeRoom() {
+	var oldest connector.StoreKey
+	serial := uint64(math.MaxUint64)
+	for k, slot := range s.at {
+		if h, _ := s.shelf.Header(slot); h.Serial < serial {
+			oldest, serial = k, h.Serial
+		}
+	}
+	slot, ok := s.at[oldest]
+	if !ok {
+		return
+	}
+	if h, whole := s.shelf.Header(slot); whole && s.bad.below {
+		s.rest[oldest] = bytes.Clone(s.shelf.Bytes(slot, int(h.Length)))
+	}
+	delete(s.at, oldest)
+	s.shelf.Retire(slot)
+	s.free = append(s.free, slot)
 }
 
 // Reset implements connector.Resetter.
@@ -217,6 +278,9 @@ func placingMutants() []Mutant {
 		mutant("replaces a block where it lies", "place-replaced", placingFault{inPlace: true}),
 		mutant("leaves its slots as they are after a reset", "place-reset", placingFault{stays: true}),
 		mutant("names no slot after it has heard of one that it does not have", "place-used", placingFault{strict: true}),
+		mutant("names no slot of what it has loaded", "place-loaded", placingFault{mute: true}),
+		mutant("names slots that it has given up with the load", "place-loaded", placingFault{once: true}),
 		mutant("has what is placed only there", "place-message", placingFault{alone: true}),
+		{Name: "has what it evicts elsewhere, and says that what is placed is all that it has", Case: "place-complete", Plugin: func() connector.Plugin { return completePlugin(placingFault{below: true}) }},
 	}
 }

@@ -93,11 +93,32 @@ func TestVariables(t *testing.T) {
 			}
 			require.NoError(t, err)
 			require.Equal(t, test.arena, info.ArenaBytes)
+			require.Equal(t, test.arena > 0, info.Capabilities&connector.CanPlace != 0)
 			if test.scope == 0 {
 				test.scope = connector.ScopeEngine
 			}
 			require.Equal(t, test.scope, info.Scope)
 		})
+	}
+}
+
+// What is in L1 is all there is without L2, and nothing is where there is no L1.
+func TestComplete(t *testing.T) {
+	for _, test := range []struct {
+		env  map[string]string
+		want bool
+	}{
+		{want: true},
+		{env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://127.0.0.1:1"}},
+		{env: map[string]string{"L2_CACHE_BACKEND": "REDIS", "REDIS_URL": "redis://127.0.0.1:1", "L1_CACHE_ENABLED": "0"}},
+	} {
+		clean(t)
+		for k, v := range test.env {
+			t.Setenv(prefix+k, v)
+		}
+		info, err := plugin().Describe(t.Context(), nil)
+		require.NoError(t, err)
+		require.Equal(t, test.want, info.Complete, "%v", test.env)
 	}
 }
 

@@ -140,6 +140,12 @@ func (c *Config) ArenaBytes() int64 {
 	return s.memory
 }
 
+// Complete says that what is placed is all there is: without L2 there is nothing below L1.
+func (c *Config) Complete() bool {
+	s, err := c.settings()
+	return err == nil && s.memory > 0 && !s.l2
+}
+
 // ArenaField is the variable that says how large the memory tier is.
 func (*Config) ArenaField() string { return l1Capacity }
 

@@ -2,11 +2,10 @@ package aibrix
 
 import (
 	"context"
-	"errors"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Open opens the tiers of config and environment for the engine of env. Errors name the variable and wrap
@@ -29,8 +28,8 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	if s.memory == 0 {
 		return &Store{Store: far, far: far}, nil
 	}
-	o := tier.Options{Policy: s.policy, Lower: lower, AdmitAfter: 1, Prefetch: ahead, Memory: env.Arena, MemoryBytes: s.memory, Log: env.Log}
-	o.Fit(&env.Layout)
+	o := tier.OptionsFor(&env)
+	o.MemoryBytes, o.Policy, o.Lower, o.AdmitAfter, o.Prefetch = s.memory, s.policy, lower, 1, ahead
 	if s.hot {
 		o.AdmitAfter = 2
 	}
@@ -39,16 +38,13 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	}
 	store, err := tier.Open(o)
 	if err != nil {
-		if lower != nil {
-			err = errors.Join(err, lower.Close())
-		}
 		return nil, err
 	}
 	return &Store{Store: store, near: store, far: far}, nil
 }
 
-// Capabilities are the optional powers of a Store.
-const Capabilities = connector.CanStat
+// Capabilities are the optional powers of a Store. Without L1 nothing is placed.
+const Capabilities = connector.CanStat | connector.CanPlace
 
 // Store is a connector.Store over L1 and L2.
 type Store struct {
@@ -69,6 +65,21 @@ func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
 		stats = append(stats, s.far.Stats().Values()...)
 	}
 	return stats, nil
+}
+
+// Placed implements sdk.Placing.
+func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
+	if s.near == nil {
+		return nil
+	}
+	return s.near.Placed(keys)
+}
+
+// Used implements sdk.Placing.
+func (s *Store) Used(slots []uint32) {
+	if s.near != nil {
+		s.near.Used(slots)
+	}
 }
 
 // ahead is how many blocks of a matched prompt are fetched from L2 before they are asked for.

@@ -21,8 +21,8 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
-	"github.com/kvport/kvport/connectors/internal/tier"
 	"github.com/kvport/kvport/internal/strictjson"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Scope says that only the engine that stored a block is sure to find it: what is below memory is written
@@ -211,6 +211,12 @@ func (c *Config) ArenaBytes() int64 {
 	return s.memory
 }
 
+// Complete says that what is placed is all there is: with neither disk nor server there is nothing below memory.
+func (c *Config) Complete() bool {
+	s, err := c.settings()
+	return err == nil && s.memory > 0 && s.disk == "" && s.remote == nil
+}
+
 // ArenaField is the name that says how large the memory tier is.
 func (c *Config) ArenaField() string { return field(cpuSize) }
 
@@ -391,8 +397,8 @@ func (out *settings) warn(log *slog.Logger) {
 
 // options are those of the memory tier for one engine.
 func (out *settings) options(env *connector.Env) tier.Options {
-	o := tier.Options{Policy: out.policy, AdmitAfter: 1, Prefetch: 16, Memory: env.Arena, MemoryBytes: out.memory, Log: env.Log}
-	o.Fit(&env.Layout)
+	o := tier.OptionsFor(env)
+	o.MemoryBytes, o.Policy, o.AdmitAfter, o.Prefetch = out.memory, out.policy, 1, 16
 	return o
 }
 

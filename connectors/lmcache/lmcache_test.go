@@ -91,11 +91,28 @@ func TestWhereValuesComeFrom(t *testing.T) {
 			}
 			require.NoError(t, err)
 			require.Equal(t, test.arena, info.ArenaBytes)
+			require.Equal(t, test.arena > 0, info.Capabilities&connector.CanPlace != 0)
 			if test.scope == 0 {
 				test.scope = connector.ScopeEngine
 			}
 			require.Equal(t, test.scope, info.Scope)
 		})
+	}
+}
+
+// What is in memory is all there is without a disk and a server, and nothing is where there is no memory.
+func TestComplete(t *testing.T) {
+	clean(t)
+	for config, want := range map[string]bool{
+		`{}`: true,
+		`{"lmcache.remote_url": "resp://127.0.0.1:6379"}`:                                                   false,
+		`{"lmcache.local_disk": "file:///x", "lmcache.max_local_disk_size": 1}`:                             false,
+		`{"lmcache.local_cpu": false, "lmcache.local_disk": "file:///x", "lmcache.max_local_disk_size": 1}`: false,
+		`{"lmcache.local_cpu": false, "lmcache.remote_url": "lm://127.0.0.1:65432"}`:                        false,
+	} {
+		info, err := plugin().Describe(t.Context(), json.RawMessage(config))
+		require.NoError(t, err)
+		require.Equal(t, want, info.Complete, config)
 	}
 }
 

@@ -8,8 +8,8 @@ import (
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/remote"
-	"github.com/kvport/kvport/connectors/internal/storekit"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/internal/storekit"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Open opens the tiers for the engine of env. Errors name the field of the configuration that is wrong and
@@ -37,12 +37,9 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	o.Lower = lower
 	store, err := tier.Open(o)
 	if err != nil {
-		if lower != nil {
-			err = errors.Join(err, lower.Close())
-		}
 		return nil, err
 	}
-	out.Store, out.values = store, append(out.values, store.Values)
+	out.Store, out.near, out.values = store, store, append(out.values, store.Values)
 	return out, nil
 }
 
@@ -103,12 +100,13 @@ func (s *settings) openRemote(ctx context.Context, env *connector.Env, out *Stor
 	return far, nil
 }
 
-// Capabilities are the optional powers of a Store.
-const Capabilities = connector.CanStat
+// Capabilities are the optional powers of a Store. Without a memory tier nothing is placed.
+const Capabilities = connector.CanStat | connector.CanPlace
 
 // Store is a connector.Store over the tiers, whose hits end with a whole chunk.
 type Store struct {
 	connector.Store
+	near   *tier.Store               // nil without a memory tier
 	piece  int                       // blocks
 	values []func() []connector.Stat // of each tier
 }
@@ -124,6 +122,21 @@ func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
 		stats = append(stats, values()...)
 	}
 	return stats, nil
+}
+
+// Placed implements sdk.Placing.
+func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
+	if s.near == nil {
+		return nil
+	}
+	return s.near.Placed(keys)
+}
+
+// Used implements sdk.Placing.
+func (s *Store) Used(slots []uint32) {
+	if s.near != nil {
+		s.near.Used(slots)
+	}
 }
 
 // Lookup implements connector.Store.

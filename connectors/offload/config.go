@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // Scope says that only the engine that stored a block finds it again: the tiers are its own.
@@ -130,6 +130,9 @@ func (c *Config) ArenaBytes() int64 {
 	return DefaultBytes
 }
 
+// Complete says that what is placed is all there is: without a disk tier there is nothing else.
+func (c *Config) Complete() bool { return c.DiskPath == "" }
+
 // ArenaField is the field that says how large the memory tier is.
 func (c *Config) ArenaField() string {
 	if c.CPUBlocks > 0 {
@@ -146,14 +149,11 @@ func (c *Config) ArenaBlockTokens() int64 { return int64(c.BlockSize) }
 
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
-	o := tier.Options{
-		Policy:         c.policy(),
-		StoreThreshold: c.StoreThreshold, Tracked: c.Tracker, TTL: time.Duration(c.TTL) * time.Second, TenantBytes: c.TenantBytes,
-		PinAfter: c.PinAfter, PinShare: float64(c.PinPercent) / 100, AdmitAfter: c.DiskAdmit, WriteBehind: c.DiskBehind,
-		Prefetch: c.DiskAhead, Workers: c.Workers, Log: env.Log,
-	}
-	o.Fit(&env.Layout)
-	o.Memory, o.Slots, o.Placement = env.Arena, c.slots(env), env.Placement
+	o := tier.OptionsFor(env)
+	o.Slots, o.Policy, o.Workers = c.slots(env), c.policy(), c.Workers
+	o.StoreThreshold, o.Tracked, o.TTL, o.TenantBytes = c.StoreThreshold, c.Tracker, time.Duration(c.TTL)*time.Second, c.TenantBytes
+	o.PinAfter, o.PinShare = c.PinAfter, float64(c.PinPercent)/100
+	o.AdmitAfter, o.WriteBehind, o.Prefetch = c.DiskAdmit, c.DiskBehind, c.DiskAhead
 	return o
 }
 

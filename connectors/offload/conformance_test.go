@@ -47,3 +47,23 @@ func TestStaged(t *testing.T) {
 	}
 	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))), profiles()...)
 }
+
+// Rule PLACE-27: what is in memory is all there is without a disk tier, whatever is evicted or declined, and in pieces too.
+func TestComplete(t *testing.T) {
+	for _, config := range []string{
+		`{"num_cpu_blocks": 16}`, `{"num_cpu_blocks": 16, "eviction_policy": "arc"}`, `{"num_cpu_blocks": 16, "block_size": 8}`,
+		`{"num_cpu_blocks": 40, "tenant_bytes": 4096}`, `{"num_cpu_blocks": 16, "store_threshold": 2}`, `{"cpu_bytes_to_use": 1048576}`,
+	} {
+		info, err := plugin().Describe(t.Context(), json.RawMessage(config))
+		require.NoError(t, err)
+		require.True(t, info.Complete, config)
+		for seed := range uint64(3) {
+			o := conformance.Options{Only: []string{"place-complete"}, Seed: seed}
+			r := conformance.Check(t.Context(), conformance.InProcess(plugin(), json.RawMessage(config)), o)[0]
+			require.Equal(t, conformance.Pass, r.Status, "%s: %v", config, r.Log)
+		}
+	}
+	info, err := plugin().Describe(t.Context(), json.RawMessage(`{"disk_path": "/x", "disk_bytes": 65536}`))
+	require.NoError(t, err)
+	require.False(t, info.Complete)
+}

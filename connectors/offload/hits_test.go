@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -88,8 +88,18 @@ func text(who, bytes int) string {
 	return strings.Repeat(fmt.Sprintf("person %04d says. ", who), bytes/18+1)[:bytes]
 }
 
-// policySimulation is the policy alone: what a tier of n blocks would have had of each prompt.
-type policySimulation struct{ index *tier.Index }
+// policySimulation is the policy alone: what a tier of n blocks would have had of each prompt. Its blocks are a few bytes.
+type policySimulation struct{ memory *tier.Store }
+
+const simulatedBytes = 8
+
+func newPolicySimulation(t *testing.T, n int, policy string) policySimulation {
+	t.Helper()
+	s, err := tier.Open(tier.Options{SlotBytes: simulatedBytes, MemoryBytes: tier.ArenaBytes(n, simulatedBytes), Slots: n, Policy: policy})
+	require.NoError(t, err)
+	require.Equal(t, n, s.Slots())
+	return policySimulation{s}
+}
 
 func (s *policySimulation) request(t *testing.T, who, blocks int) (hits int) {
 	t.Helper()
@@ -98,24 +108,15 @@ func (s *policySimulation) request(t *testing.T, who, blocks int) (hits int) {
 		binary.LittleEndian.PutUint32(k[4:], uint32(i))
 		return k
 	}
-	for hits < blocks && s.index.Has(key(hits)) {
+	items := make([]connector.Item, blocks)
+	for i := range items {
+		items[i] = connector.Item{Key: key(i), Spans: [][]byte{make([]byte, simulatedBytes)}}
+	}
+	for hits < blocks && s.memory.Has(key(hits)) {
 		hits++
 	}
-	for i := range hits {
-		s.index.Touch(key(i))
-	}
-	for i := hits; i < blocks; i++ {
-		if !s.index.Has(key(i)) {
-			id, _, err := s.index.Reserve(key(i))
-			require.NoError(t, err)
-			s.index.Commit(id, key(i))
-			continue
-		}
-		s.index.Touch(key(i))                    // behind a hole: offered again, a use
-		id, ok := s.index.Acquire(key(i), false) // what a save acknowledges is not given up for the rest of it
-		require.True(t, ok)
-		defer s.index.Release(id)
-	}
+	require.NoError(t, s.memory.Get(t.Context(), items[:hits]))
+	require.NoError(t, s.memory.Put(t.Context(), items[hits:])) // a block behind a hole is offered again, a use
 	return hits
 }
 
@@ -147,9 +148,7 @@ func TestHitRatioIsThePolicys(t *testing.T) {
 	turns, working := talk(*flagSeed, 48, 20*device, asked)
 	for _, policy := range []string{tier.LRU, tier.ARC, tier.S3FIFO} {
 		p := serve(t, kvport, "sim", fmt.Sprintf(`{"num_cpu_blocks":%d,"eviction_policy":%q}`, memory, policy), "--num-blocks", fmt.Sprint(device), "--max-model-len", fmt.Sprint(device*16))
-		index, err := tier.NewIndex(memory, policy)
-		require.NoError(t, err)
-		alone := policySimulation{index}
+		alone := newPolicySimulation(t, memory, policy)
 		var client cluster.Client
 		want, tokens := 0, 0
 		for _, turn := range turns {
@@ -167,6 +166,7 @@ func TestHitRatioIsThePolicys(t *testing.T) {
 		require.NoError(t, err)
 		got := m.Sum("kvport_prompt_tokens_total", `source="external"`)
 		stop(t, p)
+		require.NoError(t, alone.memory.Close())
 		engine, pure := got/float64(tokens), float64(want)/float64(tokens)
 		t.Logf("%s: %d requests, %d prompt tokens, working set %d blocks, memory %d: hit ratio %.4f in the engine, %.4f in simulation",
 			policy, len(turns), tokens, working, memory, engine, pure)

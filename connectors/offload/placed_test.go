@@ -62,6 +62,14 @@ func TestPlacedHits(t *testing.T) {
 			}
 			require.Equal(t, want, ask(p))
 			require.Zero(t, sum("kvport_placed_blocks_total"))
+			external := sum("kvport_prompt_tokens_total", `source="external"`)
+			for i, prompt := range prompts { // the next turn has a new end
+				_, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: prompt + text(i+100, 16*3), MaxTokens: 4, IgnoreEOS: true})
+				require.NoError(t, err)
+				settled(t, &client, p)
+			}
+			require.GreaterOrEqual(t, sum("kvport_prompt_tokens_total", `source="external"`)-external, float64(16*8*len(prompts)), "what is known of it")
+			require.Zero(t, sum("kvport_plugin_match_seconds_count"), "nothing lies below memory, so the plugin has no more to say")
 			for round := range 2 {
 				blocks, matches, external := sum("kvport_placed_blocks_total"), sum("kvport_placed_matches_total"), sum("kvport_prompt_tokens_total", `source="external"`)
 				require.Equal(t, want, ask(p), "round %d", round)
@@ -78,11 +86,12 @@ func TestPlacedHits(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, resp.Body.Close())
 			require.Equal(t, http.StatusOK, resp.StatusCode)
-			matches := sum("kvport_placed_matches_total")
+			blocks := sum("kvport_placed_blocks_total")
 			require.Equal(t, want, ask(p))
-			require.InDelta(t, matches, sum("kvport_placed_matches_total"), 0, "nothing is resident after a reset")
+			require.InDelta(t, blocks, sum("kvport_placed_blocks_total"), 0, "nothing is resident after a reset")
 			require.Equal(t, want, ask(p))
-			require.GreaterOrEqual(t, sum("kvport_placed_matches_total"), matches+float64(len(prompts)))
+			require.Greater(t, sum("kvport_placed_blocks_total"), blocks)
+			require.Zero(t, sum("kvport_plugin_match_seconds_count"), "nor has its next life, or after a reset")
 			require.Zero(t, sum("kvport_plugin_violations_total"))
 			require.Zero(t, sum("kvport_integrity_failures_total"))
 			stop(t, p)

@@ -7,11 +7,10 @@ package offload
 
 import (
 	"context"
-	"errors"
 	"sync/atomic"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/tier"
+	"github.com/kvport/kvport/sdk/tier"
 )
 
 // tiers is the library's store, named here so that its methods are the Store's.
@@ -55,9 +54,6 @@ func Open(_ context.Context, env connector.Env, config Config) (connector.Store,
 		o.Lower = s.disk
 	}
 	if s.tiers, err = tier.Open(o); err != nil {
-		if s.disk != nil {
-			err = errors.Join(err, s.disk.Close())
-		}
 		return nil, err
 	}
 	return s, nil

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/fault"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 const (

@@ -109,7 +109,8 @@ func imports() map[string][]string {
 	rows["internal/place"] = []string{"connector"}
 	rows["host"] = append(rows["host"], "internal/place")
 	rows["conformance"] = append(rows["conformance"], "internal/place")
-	rows["connectors/internal/tier"] = []string{"connector", "connectors/internal/storekit", "internal/fault", "internal/machine", "internal/place"}
+	rows["internal/storekit"] = []string{"connector"}
+	rows["sdk/tier"] = []string{"connector", "internal/storekit", "internal/fault", "internal/machine", "internal/place"}
 	rows["verify/simulate/clock"] = nil
 	rows["verify/simulate/fleet"] = []string{"verify/simulate/clock", "engine/kvevents", "engine/router", "engine/router/policy", "internal/register"}
 	rows["verify/simulate/placement"] = []string{"connector", "internal/place"}
@@ -157,11 +158,11 @@ func kvportImports() map[string][]string {
 		"pipe/ucx":        {"connector", "pipe", "pipe/internal/...", "native/ucx"},
 		"pipe/nccl":       {"connector", "pipe", "pipe/internal/...", "native/nccl", "native/cuda"},
 		"lookupbuffer":    {"connector", "pipe"},
-		"connectors/*":    {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"},
+		"connectors/*":    connectorImports(),
 
-		"connectors/p2pnccl":          {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/register", "internal/keyring", "internal/ticket"}, // record 106
-		"connectors/lmcache":          {"connector", "connectors/internal/...", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault", "internal/strictjson"},                                      // LMCache's file suggests names, too
-		"connectors/internal/*":       {"connector", "connectors/internal/storekit", "internal/fault", "internal/machine"},                                                                                  // what several connectors share
+		"connectors/p2pnccl":          connectorImports("internal/register", "internal/keyring", "internal/ticket"), // record 106
+		"connectors/lmcache":          connectorImports("internal/strictjson"),                                      // LMCache's file suggests names, too
+		"connectors/internal/*":       {"connector", "internal/storekit", "internal/fault", "internal/machine"},     // what several connectors share
 		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
 		"multiconnector":              {"connector", "internal/eventlog"},
 
@@ -188,6 +189,11 @@ func kvportImports() map[string][]string {
 	}
 	maps.Copy(rows, engineImports())
 	return rows
+}
+
+// connectorImports is what a connector may import, and more that one of them needs.
+func connectorImports(more ...string) []string {
+	return append([]string{"connector", "connectors/internal/...", "sdk/tier", "internal/storekit", "pipe/...", "lookupbuffer/...", "native/...", "internal/fault"}, more...)
 }
 
 // engineImports are the rows of the engine.

@@ -10,17 +10,19 @@ import (
 // Host is the host's end: it writes the words of slots that are LENT to it, and the host's words. It is safe for concurrent
 // use, and holds no lock while it accesses shared memory.
 type Host struct {
-	arena, words Memory
+	arena, words Memory // words: nil where the plugin writes every slot itself, and nobody looks at pins (rule PLACE-20)
 	g            Geometry
 
 	mu      sync.Mutex
 	alive   bool   // a life of the plugin is open
+	again   bool   // it was open before
 	life    uint64 // of the plugin, counted by this host
 	epoch   uint64
 	serial  uint64 // the last one that was drawn
 	saving  map[connector.StoreKey]*Save
-	writing map[Slot]*Save // slots that are lent to a save
-	turns   []uint64       // of each slot: how often it was lent, or came into the index
+	writing map[Slot]*Save  // slots that are lent to a save
+	turns   []uint64        // of each slot: how often it was lent, or came into the index
+	wrong   map[Slot]uint64 // slots that do not hold what their headers say, and the generation in which they do not
 	index   index
 }
 
@@ -34,10 +36,23 @@ func NewHost(arena, words Memory, g Geometry) (*Host, error) {
 		words.Store(g.pinAt(s), 0)
 		words.Store(g.useAt(s), 0)
 	}
+	return newHost(arena, words, g), nil
+}
+
+// NewReader is NewHost for a plugin that has a Shelf. There are no words, which would take 64 bytes a slot, and Reserve is
+// always ErrVoid.
+func NewReader(arena Memory, g Geometry) (*Host, error) {
+	if err := g.fitsArena(arena); err != nil {
+		return nil, err
+	}
+	return newHost(arena, nil, g), nil
+}
+
+func newHost(arena, words Memory, g Geometry) *Host {
 	return &Host{
 		arena: arena, words: words, g: g, epoch: 1,
-		saving: map[connector.StoreKey]*Save{}, writing: map[Slot]*Save{}, turns: make([]uint64, g.Slots), index: newIndex(g.Slots),
-	}, nil
+		saving: map[connector.StoreKey]*Save{}, writing: map[Slot]*Save{}, wrong: map[Slot]uint64{}, turns: make([]uint64, g.Slots), index: newIndex(g.Slots),
+	}
 }
 
 // Died says that the plugin's process is gone and that nothing can write on its behalf any more. Requests without an answer
@@ -54,15 +69,20 @@ func (h *Host) Died() {
 // so meanwhile.
 func (h *Host) Reopen() (Opening, error) {
 	h.mu.Lock()
-	alive, writing := h.alive, len(h.writing)
+	alive, writing, again := h.alive, len(h.writing), h.again
 	h.mu.Unlock()
 	if alive || writing > 0 {
 		return Opening{}, fmt.Errorf("a life is open: %t, slots that are written: %d: %w", alive, writing, ErrWriting)
 	}
-	h.g.mark(h.arena, h.words)
+	if h.words != nil || again { // else a Shelf finds an arena that nobody has written, and touches one page of it
+		h.g.markOne(h.arena, arenaMagic)
+	}
+	if h.words != nil {
+		h.g.markOne(h.words, wordsMagic)
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.alive = true
+	h.alive, h.again = true, true
 	for s := range h.turns {
 		h.turns[s]++ // notices of the life before come too late
 	}

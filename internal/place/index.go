@@ -69,20 +69,20 @@ func (x *index) vacate(s Slot) {
 	}
 }
 
-// find is where the keys are: all of them, or false.
-func (x *index) find(keys []connector.StoreKey) (refs []Ref, entries []*entry, ok bool) {
-	refs, entries = make([]Ref, len(keys)), make([]*entry, len(keys))
-	for i, k := range keys {
+// find is where the keys are: those before the first one that is missing.
+func (x *index) find(keys []connector.StoreKey) (refs []Ref, entries []*entry) {
+	refs, entries = make([]Ref, 0, len(keys)), make([]*entry, 0, len(keys))
+	for _, k := range keys {
 		e := x.keys[k]
 		if e == nil {
-			return nil, nil, false
+			break
 		}
-		entries[i] = e
+		refs, entries = append(refs, Ref{}), append(entries, e)
 		for _, r := range e.refs {
 			if r.Part.Key == k {
-				refs[i] = r
+				refs[len(refs)-1] = r
 			}
 		}
 	}
-	return refs, entries, true
+	return refs, entries
 }

@@ -25,6 +25,8 @@ const (
 	arenaMagic = 0x3165_6361_6c70_766b // "kvplace1"
 	wordsMagic = 0x3164_726f_7770_766b // "kvpword1"
 
+	userAt = 24 // of the arena: see Take
+
 	maxSlots = 1 << 30
 	maxBytes = 1 << 45
 )
@@ -74,19 +76,14 @@ func (g Geometry) bytes(arena Memory, s Slot, n uint32) []byte {
 	return arena.Bytes(g.bytesAt(s), int64(n))
 }
 
-// mark writes the first words of both memories, which say how they are laid out.
-func (g Geometry) mark(arena, words Memory) {
-	g.markOne(arena, arenaMagic)
-	g.markOne(words, wordsMagic)
-}
-
+// markOne writes the first words of a memory, which say how it is laid out.
 func (g Geometry) markOne(m Memory, magic uint64) {
 	m.Store(0, magic)
 	m.Store(8, uint64(g.SlotBytes))
 	m.Store(16, uint64(g.Slots))
 }
 
-// marked returns an error that wraps ErrGeometry if the first words are not those that mark writes.
+// marked returns an error that wraps ErrGeometry if the first words are not those that markOne writes.
 func (g Geometry) marked(arena, words Memory) error {
 	if !g.markedOne(arena, arenaMagic) || !g.markedOne(words, wordsMagic) {
 		return fmt.Errorf("the first words of the memory are not those of %d slots of %d bytes: %w", g.Slots, g.SlotBytes, ErrGeometry)
@@ -96,6 +93,17 @@ func (g Geometry) marked(arena, words Memory) error {
 
 func (g Geometry) markedOne(m Memory, magic uint64) bool {
 	return m.Load(0) == magic && m.Load(8) == uint64(g.SlotBytes) && m.Load(16) == uint64(g.Slots)
+}
+
+// fitsArena returns an error that wraps ErrGeometry if the arena does not have the size that the slots need.
+func (g Geometry) fitsArena(arena Memory) error {
+	if err := g.Validate(); err != nil {
+		return err
+	}
+	if arena.Size() != g.ArenaBytes() {
+		return fmt.Errorf("an arena of %d bytes, want %d: %w", arena.Size(), g.ArenaBytes(), ErrGeometry)
+	}
+	return nil
 }
 
 // fits returns an error that wraps ErrGeometry if the memories do not have the sizes that the slots need.

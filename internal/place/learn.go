@@ -6,6 +6,26 @@ import "slices"
 // notice was sent. A *RefusalError: no honest plugin sends that.
 func (h *Host) Notice(n *Notice, now int64) error { return h.learn(n.Slots, nil, now) }
 
+// Knows says whether the index has what lies in a slot now, so that a notice of it says nothing new.
+func (h *Host) Knows(s Slot) bool {
+	if !h.g.has(s) {
+		return false
+	}
+	w := Word(h.arena.Load(h.g.wordAt(s)))
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	e := h.index.slots[s]
+	if e == nil || w.State() != Ready {
+		return false
+	}
+	for _, r := range e.refs {
+		if r.Slot == s {
+			return r.generation == w.Generation() && h.index.keys[r.Part.Key] == e
+		}
+	}
+	return false
+}
+
 // moment is what a host knew when it began to look at slots that a plugin named.
 type moment struct {
 	turns []uint64 // of the slots
@@ -85,7 +105,7 @@ func (h *Host) look(slots []Slot) (moment, error) {
 }
 
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
-// look at them.
+// look at them, and none is known to hold other bytes.
 func (h *Host) enter(e *entry, began *moment) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -93,12 +113,14 @@ func (h *Host) enter(e *entry, began *moment) error {
 		return ErrGone
 	}
 	for i, r := range e.refs {
-		if h.turns[r.Slot] != began.turns[i] {
+		generation, wrong := h.wrong[r.Slot]
+		if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
 			return ErrGone
 		}
 	}
 	for _, r := range e.refs {
 		h.turns[r.Slot]++
+		delete(h.wrong, r.Slot)
 	}
 	h.index.insert(e)
 	return nil

@@ -2,6 +2,7 @@ package place
 
 import (
 	"errors"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -14,8 +15,8 @@ const tries = 3
 // the block is not offered again.
 func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	for range tries {
-		refs, entries, ok := h.lookUp(keys)
-		if !ok {
+		refs, entries := h.lookUp(keys)
+		if len(refs) < len(keys) {
 			return nil, ErrMiss
 		}
 		at, err := h.firstGone(refs, now)
@@ -30,16 +31,63 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	return nil, ErrMiss
 }
 
-// Drop forgets the block of a key: what its slot holds is not what its header says.
-func (h *Host) Drop(key connector.StoreKey) {
+// Run is how many of the keys, from the first one on, are those of resident parts. It is otherwise as Find.
+func (h *Host) Run(keys []connector.StoreKey, now int64) (n int) {
+	for range tries {
+		refs, entries := h.lookUp(keys[n:])
+		at, err := h.firstGone(refs, now)
+		if err == nil {
+			return n + len(refs)
+		}
+		h.forget(entries[at])
+		n += at
+	}
+	return n
+}
+
+// Drop forgets the block of a part: what its slot holds is not what its header says. Until the slot has another use a notice
+// of it counts for nothing. If the key lies elsewhere by now, or the slot has another use, that stays.
+func (h *Host) Drop(r Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if _, entries, ok := h.index.find([]connector.StoreKey{key}); ok {
-		h.index.remove(entries[0])
+	e := h.index.slots[r.Slot]
+	if e == nil || !slices.Contains(e.refs, r) {
+		return
+	}
+	for _, r := range e.refs {
+		h.wrong[r.Slot] = r.generation
+	}
+	h.index.remove(e)
+}
+
+// Wrong says whether some slot is known not to hold what its header says (see Drop), and has had no other use since.
+func (h *Host) Wrong() bool {
+	for {
+		s, generation, ok := h.anyWrong()
+		switch {
+		case !ok:
+			return false
+		case Word(h.arena.Load(h.g.wordAt(s))) == NewWord(generation, Ready):
+			return true
+		}
+		h.mu.Lock()
+		if h.wrong[s] == generation {
+			delete(h.wrong, s)
+		}
+		h.mu.Unlock()
 	}
 }
 
-func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry, bool) {
+func (h *Host) anyWrong() (s Slot, generation uint64, ok bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for s, generation = range h.wrong {
+		return s, generation, true
+	}
+	return 0, 0, false
+}
+
+func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.index.find(keys)
@@ -81,12 +129,18 @@ func (h *Host) Pin(r Ref) (*Pin, error) {
 	if !h.g.has(r.Slot) {
 		return nil, &RefusalError{Slot: r.Slot, Reason: OutOfRange}
 	}
-	h.words.Add(h.g.pinAt(r.Slot), 1) // before the look: rule PLACE-04
+	h.pin(r.Slot, 1) // before the look: rule PLACE-04
 	if err := h.verify(&r, 0); err != nil {
-		h.words.Add(h.g.pinAt(r.Slot), ^uint64(0))
+		h.pin(r.Slot, ^uint64(0))
 		return nil, err
 	}
 	return &Pin{h: h, ref: r}, nil
+}
+
+func (h *Host) pin(s Slot, delta uint64) {
+	if h.words != nil {
+		h.words.Add(h.g.pinAt(s), delta)
+	}
 }
 
 // Pin is a part that is being read.
@@ -103,9 +157,12 @@ func (p *Pin) Bytes() []byte { return p.h.g.bytes(p.h.arena, p.ref.Slot, p.ref.P
 // counts for nothing. now, in Unix ms, is noted as the time of the hit.
 func (p *Pin) Release(now int64) error {
 	h := p.h
-	h.words.Add(h.g.pinAt(p.ref.Slot), ^uint64(0))
+	h.pin(p.ref.Slot, ^uint64(0))
 	if Word(h.arena.Load(h.g.wordAt(p.ref.Slot))) != NewWord(p.ref.generation, Ready) {
 		return ErrGone
+	}
+	if h.words == nil {
+		return nil
 	}
 	use := h.words.Load(h.g.useAt(p.ref.Slot))
 	hits := min(use&0xffff+1, 0xffff)

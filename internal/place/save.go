@@ -25,14 +25,14 @@ type Save struct {
 // Reserve begins to save a block; the caller sends the Request and gives the answer to Accept. A
 // save ends with Publish of its last part, with an Accept that says Known or ErrDeclined, or with Drop, which follows every
 // other error and does nothing after the end. Errors wrap ErrImpossible, ErrSaving (one of the
-// keys is on its way already) or ErrVoid (no life of the plugin is open).
+// keys is on its way already) or ErrVoid (no life of the plugin is open, or there are no words).
 func (h *Host) Reserve(parts []Part, tenant uint64, replace bool) (*Save, error) {
 	if err := h.g.check(parts); err != nil {
 		return nil, err
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if !h.alive {
+	if !h.alive || h.words == nil {
 		return nil, ErrVoid
 	}
 	for i := range parts {

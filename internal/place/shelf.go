@@ -2,7 +2,6 @@ package place
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 	"sync/atomic"
 
@@ -10,7 +9,7 @@ import (
 )
 
 // Shelf is the plugin's end for a plugin that writes every slot itself and says in its own index what lies where. Each
-// block is one part, in a slot that the plugin chooses. It maps no words of the host, so it gives slots up without a look
+// block is one part, in a slot that the plugin chooses. There are no words of the host, so it gives slots up without a look
 // at pins, and the host copies from it only what a digest covers (rule PLACE-20).
 //
 // Different slots may be used at the same time, each by one goroutine.
@@ -50,15 +49,22 @@ func Fit(size, slotBytes int64, limit int) Geometry {
 	return g
 }
 
+// Take notes in an arena that the life of a plugin whose first serial this is uses it, until Leave; false if it does already, by
+// another Shelf. A life that died has left another serial.
+func Take(arena Memory, serial uint64) bool {
+	was := arena.Load(userAt)
+	return was != serial && arena.CompareAndSwap(userAt, was, serial)
+}
+
+// Leave ends what Take began.
+func Leave(arena Memory, serial uint64) { arena.CompareAndSwap(userAt, serial, 0) }
+
 // OpenShelf takes an arena into use, whatever is in it. found are the blocks that are whole, in the order of their serials,
 // and torn is the number of slots that hold no whole block and are not free. now is in Unix ms. A memory that was laid
 // out otherwise is laid out again; of one that nobody has written only the first page is touched. Errors wrap ErrGeometry.
 func OpenShelf(arena Memory, g Geometry, o ShelfOpening, now int64) (s *Shelf, found []Found, torn int, err error) {
-	if err := g.Validate(); err != nil {
+	if err := g.fitsArena(arena); err != nil {
 		return nil, nil, 0, err
-	}
-	if arena.Size() != g.ArenaBytes() {
-		return nil, nil, 0, fmt.Errorf("an arena of %d bytes, want %d: %w", arena.Size(), g.ArenaBytes(), ErrGeometry)
 	}
 	s = &Shelf{arena: arena, g: g, epoch: o.Epoch}
 	if g.markedOne(arena, arenaMagic) {
@@ -80,7 +86,7 @@ func OpenShelf(arena Memory, g Geometry, o ShelfOpening, now int64) (s *Shelf, f
 // layOut frees every slot of a memory that holds something else, and marks it.
 func (s *Shelf) layOut() {
 	for at := int64(0); at < page; at += 8 {
-		if s.arena.Load(at) != 0 {
+		if at != userAt && s.arena.Load(at) != 0 {
 			for slot := range Slot(s.g.Slots) {
 				s.free(slot, Word(s.arena.Load(s.g.wordAt(slot))).next(Retired))
 			}

@@ -26,9 +26,7 @@ func newShelfRig(t *testing.T) *shelfRig {
 	var err error
 	r.arena, err = Private(make([]byte, g.ArenaBytes()))
 	require.NoError(t, err)
-	words, err := Private(make([]byte, g.WordsBytes()))
-	require.NoError(t, err)
-	r.host, err = NewHost(r.arena, words, g)
+	r.host, err = NewReader(r.arena, g)
 	require.NoError(t, err)
 	r.open()
 	return r
@@ -104,6 +102,131 @@ func TestShelf(t *testing.T) {
 	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0))
 	_, err = r.read(2)
 	require.NoError(t, err)
+}
+
+// TestDrop: a slot that does not hold what it should is given up in that use, and nothing else is.
+func TestDrop(t *testing.T) {
+	r := newShelfRig(t)
+	learn := func(s Slot) { require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{s}}, 0)) }
+	find := func() Ref {
+		refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+		require.NoError(t, err)
+		return refs[0]
+	}
+	r.write(3, 1)
+	learn(3)
+	first := find()
+	r.write(5, 1) // replaced, while somebody who has first finds out that slot 3 is wrong
+	learn(5)
+	require.Equal(t, Slot(5), find().Slot)
+	r.host.Drop(first)
+	require.Equal(t, Slot(5), find().Slot)
+	r.write(3, 2)
+	learn(3)
+	r.host.Drop(first)
+	_, err := r.read(2)
+	require.NoError(t, err, "another use of the slot")
+	r.host.Drop(find())
+	_, err = r.read(1)
+	require.ErrorIs(t, err, ErrMiss)
+	require.ErrorIs(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0), ErrGone)
+}
+
+// TestRun: the run ends with the first block that is nowhere, or was given up, and goes on where that one lies elsewhere by now.
+func TestRun(t *testing.T) {
+	r := newShelfRig(t)
+	keys := []connector.StoreKey{{1}, {2}, {3}, {4}}
+	for i, slot := range []Slot{6, 2, 4} {
+		r.write(slot, byte(i+1))
+		require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{slot}}, 0))
+	}
+	require.Equal(t, 3, r.host.Run(keys, 0))
+	require.Zero(t, r.host.Run(keys[3:], 0))
+	require.Zero(t, r.host.Run(nil, 0))
+	r.shelf.Retire(2)
+	require.Equal(t, 1, r.host.Run(keys, 0))
+	require.Equal(t, 1, r.host.Run(keys[2:], 0), "what lies behind is still there")
+	r.write(5, 2)
+	require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{5}}, 0))
+	require.Equal(t, 3, r.host.Run(keys, 0))
+	r.shelf.Begin(6) // it is replaced
+	require.Zero(t, r.host.Run(keys, 0))
+}
+
+// TestWrong: a slot that does not hold what its header says is known until it gets another use, named or not, also over the death
+// of the plugin.
+func TestWrong(t *testing.T) {
+	r := newShelfRig(t)
+	for slot, next := range map[Slot]func(){
+		1: func() { r.shelf.Retire(1) },
+		2: func() { r.write(2, 9) },
+		3: func() { r.shelf.Begin(3) },
+	} {
+		require.False(t, r.host.Wrong())
+		r.write(slot, 1)
+		require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{slot}}, 0))
+		refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+		require.NoError(t, err)
+		r.host.Drop(refs[0])
+		require.True(t, r.host.Wrong())
+		r.host.Forget()
+		r.open()
+		require.True(t, r.host.Wrong(), "what it holds is what it was")
+		next()
+		require.False(t, r.host.Wrong(), "slot %d has another use", slot)
+	}
+}
+
+// TestTake: one Shelf of a life uses an arena at a time; a life that died does not keep the next one out.
+func TestTake(t *testing.T) {
+	r := newShelfRig(t)
+	require.True(t, Take(r.arena, 7))
+	require.False(t, Take(r.arena, 7))
+	Leave(r.arena, 7)
+	require.True(t, Take(r.arena, 7))
+	require.True(t, Take(r.arena, 9), "the life with 7 died")
+	require.False(t, Take(r.arena, 9))
+	Leave(r.arena, 7)
+	require.False(t, Take(r.arena, 9), "it is not that one's any more")
+}
+
+// TestReaderLeavesAnArenaFresh: before the first life nothing is written, so that the plugin need not look at all headers.
+func TestReaderLeavesAnArenaFresh(t *testing.T) {
+	g := Geometry{Slots: 4, SlotBytes: 1000}
+	arena := make([]byte, g.ArenaBytes())
+	memory, err := Private(arena)
+	require.NoError(t, err)
+	h, err := NewReader(memory, g)
+	require.NoError(t, err)
+	o, err := h.Reopen()
+	require.NoError(t, err)
+	require.Equal(t, make([]byte, len(arena)), arena)
+	header := g.wordAt(3)
+	arena[header] = byte(Ready) // what nobody would write there, to see whether it is looked at
+	_, found, torn, err := OpenShelf(memory, g, ShelfOpening{Epoch: o.Epoch, Serial: h.Draw(1000)}, 0)
+	require.NoError(t, err)
+	require.Empty(t, found)
+	require.Zero(t, torn)
+	require.EqualValues(t, Ready, arena[header])
+	h.Died()
+	_, err = h.Reopen()
+	require.NoError(t, err)
+	require.True(t, g.markedOne(memory, arenaMagic))
+	_, _, torn, err = OpenShelf(memory, g, ShelfOpening{Epoch: o.Epoch, Serial: h.Draw(1000)}, 0)
+	require.NoError(t, err)
+	require.Equal(t, 1, torn)
+	require.EqualValues(t, Free, arena[header])
+}
+
+// TestReaderHasNoWords: a host without words reads, and lends nothing.
+func TestReaderHasNoWords(t *testing.T) {
+	r := newShelfRig(t)
+	_, err := r.host.Reserve([]Part{{Key: connector.StoreKey{1}, Length: 1000}}, 0, false)
+	require.ErrorIs(t, err, ErrVoid)
+	for _, g := range []Geometry{{}, {Slots: 7, SlotBytes: 1000}} {
+		_, err := NewReader(r.arena, g)
+		require.ErrorIs(t, err, ErrGeometry)
+	}
 }
 
 // TestShelfRecovers: the next life keeps whole blocks of serials that were drawn, of each key the last, and nothing else.

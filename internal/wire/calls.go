@@ -82,8 +82,11 @@ func MatchesFromProto(m *kvportv1.MatchResponse, want int) ([]connector.Match, e
 	})
 }
 
-// MaxPlaced bounds the slots that a save names, and those that it tells the plugin about.
+// MaxPlaced bounds the slots that a save or load names, and those that it tells the plugin about.
 const MaxPlaced = 1 << 16
+
+// MaxUnnamed bounds how many of the slots that a save or load names are not of its own blocks (rule PLACE-26).
+const MaxUnnamed = 1 << 12
 
 // SlotsFromProto checks a list of slots.
 func SlotsFromProto(name string, slots []uint32) ([]uint32, error) {

@@ -121,6 +121,7 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"cleared with 32 bytes":       second(EventsFromProto(&kvportv1.EventsResponse{Events: []*kvportv1.BlockEvent{{Kind: 3, Scope: 1, Keys: keys}}})),
 		"stored with 0 bytes":         second(EventsFromProto(&kvportv1.EventsResponse{Events: []*kvportv1.BlockEvent{{Kind: 1, Scope: 1}}})),
 		"describe: scope":             second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x"})),
+		"describe: complete":          second(InfoFromProto(&kvportv1.DescribeResponse{Name: "x", Scope: 2, Complete: true})),
 	} {
 		require.ErrorIs(t, err, ErrMalformed, want)
 		require.ErrorContains(t, err, want)

@@ -323,6 +323,7 @@ func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy, MatchFetches: info.MatchFetches,
 		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks), BeyondMachine: text(info.BeyondMachine),
 		ArenaField: info.ArenaField, ArenaBlockTokens: arenaToProto(info.ArenaBlockTokens), Stats: each(info.Stats, statInfoToProto),
+		Complete: info.Complete,
 	}
 }
 
@@ -345,8 +346,11 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 	if err := short("describe: name", m.GetName(), MaxName); err != nil {
 		return connector.Info{}, err
 	}
-	if s := m.GetScope(); s < kvportv1.Scope_SCOPE_ENGINE || s > kvportv1.Scope_SCOPE_SHARED {
+	switch s := m.GetScope(); {
+	case s < kvportv1.Scope_SCOPE_ENGINE || s > kvportv1.Scope_SCOPE_SHARED:
 		return connector.Info{}, malformed("describe: scope is %d", s)
+	case m.GetComplete() && s != kvportv1.Scope_SCOPE_ENGINE:
+		return connector.Info{}, malformed("describe: complete, though others see the blocks: scope is %d", s)
 	}
 	for field, n := range map[string]uint64{"bytes": m.GetArenaBytes(), "blocks": m.GetArenaBlocks(), "block_tokens": m.GetArenaBlockTokens()} {
 		if n > MaxArena {
@@ -369,6 +373,7 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(), MatchFetches: m.GetMatchFetches(),
 		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), ArenaField: m.GetArenaField(),
 		ArenaBlockTokens: int64(m.GetArenaBlockTokens()), Stats: stats, BeyondMachine: m.GetBeyondMachine(),
+		Complete: m.GetComplete(),
 	}, err
 }
 

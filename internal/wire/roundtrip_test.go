@@ -192,6 +192,7 @@ func TestAnswersRoundTrip(t *testing.T) {
 			BeyondMachine:    rapid.StringN(0, 20, 100).Draw(t, "beyond machine"),
 			ArenaBlockTokens: rapid.Int64Range(0, MaxArena).Draw(t, "arena block tokens"),
 		}
+		info.Complete = info.Scope == connector.ScopeEngine && rapid.Bool().Draw(t, "complete")
 		for i := range rapid.IntRange(0, connector.MaxStats).Draw(t, "stats") {
 			info.Stats = append(info.Stats, connector.StatInfo{
 				Name: fmt.Sprintf("n%d_total", i), Kind: connector.Counter, Help: rapid.StringN(0, 20, 100).Draw(t, "help"),

@@ -20,7 +20,7 @@ const module = "github.com/kvport/kvport"
 // public are the folders whose packages authors of connectors, pipes, buffers and engines import.
 // Before the redesign host was sdk/host.
 var public = []string{
-	"connector", "pipe", "pipe/*", "lookupbuffer", "lookupbuffer/*", "multiconnector", "sdk", "host", "host/agent", "sdk/host", "sdk/host/agent",
+	"connector", "pipe", "pipe/*", "lookupbuffer", "lookupbuffer/*", "multiconnector", "sdk", "sdk/tier", "host", "host/agent", "sdk/host", "sdk/host/agent",
 	"conformance", "conformance/*", "native/*", "connectors/*",
 }
 

@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // LM is a connector.Store on LMCache's own cache server (`lmcache_server`, remote_url lm://HOST:PORT), in

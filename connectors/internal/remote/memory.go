@@ -8,7 +8,7 @@ import (
 	"sync"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // Memory is a connector.Store in the memory of this process, for use without a server. The size of what it

@@ -4,7 +4,7 @@ import (
 	"errors"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // Stats counts what a store did since it was opened.

@@ -17,7 +17,7 @@ import (
 	"github.com/redis/go-redis/v9"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 const (

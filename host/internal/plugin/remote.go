@@ -262,13 +262,24 @@ func (p *workerProxy) Save(ctx context.Context, t *connector.Transfer, _ *connec
 func (p *workerProxy) SavePlaced(ctx context.Context, t *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
 	m := wire.TransferToProto(t)
 	m.Used = used
-	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Save{Save: m}}
+	return p.placed(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Save{Save: m}})
+}
+
+// LoadPlaced implements connector.Placer.
+func (p *workerProxy) LoadPlaced(ctx context.Context, t *connector.Transfer, _ *connector.KV, used []uint32) ([]uint32, error) {
+	m := wire.TransferToProto(t)
+	m.Used = used
+	return p.placed(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Load{Load: m}})
+}
+
+// placed moves, and gives the slots that the answer names.
+func (p *workerProxy) placed(ctx context.Context, req *kvportv1.SessionRequest) ([]uint32, error) {
 	moved, err := p.moved(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	placed, err := wire.SlotsFromProto("moved.placed", moved.GetPlaced())
-	return placed, p.broken(req, err)
+	slots, err := wire.SlotsFromProto("moved.placed", moved.GetPlaced())
+	return slots, p.broken(req, err)
 }
 
 // move waits for the answer however long it takes: the end of ctx ends the plugin's wait, but only

@@ -650,6 +650,7 @@ type DescribeResponse struct {
 	ArenaBlockTokens uint64                 `protobuf:"varint,12,opt,name=arena_block_tokens,json=arenaBlockTokens,proto3" json:"arena_block_tokens,omitempty"` // tokens of each of arena_blocks; 0: as many as the engine's block has
 	MatchFetches     bool                   `protobuf:"varint,13,opt,name=match_fetches,json=matchFetches,proto3" json:"match_fetches,omitempty"`               // a match has what it asks for sent, whether or not it is loaded then
 	BeyondMachine    string                 `protobuf:"bytes,14,opt,name=beyond_machine,json=beyondMachine,proto3" json:"beyond_machine,omitempty"`             // what in the config says that other machines see the blocks, for messages; empty: nothing does
+	Complete         bool                   `protobuf:"varint,15,opt,name=complete,proto3" json:"complete,omitempty"`                                           // with this config what lies in no slot that was named is stored nowhere, so the host answers queries itself
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -780,6 +781,13 @@ func (x *DescribeResponse) GetBeyondMachine() string {
 		return x.BeyondMachine
 	}
 	return ""
+}
+
+func (x *DescribeResponse) GetComplete() bool {
+	if x != nil {
+		return x.Complete
+	}
+	return false
 }
 
 // StatInfo declares one number that a connector shows.
@@ -2504,7 +2512,7 @@ type Transfer struct {
 	Extra         []byte                 `protobuf:"bytes,6,opt,name=extra,proto3" json:"extra,omitempty"`
 	Replace       bool                   `protobuf:"varint,7,opt,name=replace,proto3" json:"replace,omitempty"`
 	Tenant        uint64                 `protobuf:"fixed64,8,opt,name=tenant,proto3" json:"tenant,omitempty"`   // whose request it is, for quotas; 0: nobody's in particular
-	Used          []uint32               `protobuf:"varint,9,rep,packed,name=used,proto3" json:"used,omitempty"` // of a save, if the side has a placement: slots that the host has read since the last one
+	Used          []uint32               `protobuf:"varint,9,rep,packed,name=used,proto3" json:"used,omitempty"` // of a save or a load, if the side has a placement: slots that the host has read since the last one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3031,7 +3039,7 @@ func (x *Plan) GetSaves() []*Transfer {
 
 type Moved struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Placed        []uint32               `protobuf:"varint,1,rep,packed,name=placed,proto3" json:"placed,omitempty"` // of a save, if the side has a placement: slots in which its blocks lie now
+	Placed        []uint32               `protobuf:"varint,1,rep,packed,name=placed,proto3" json:"placed,omitempty"` // of a save or a load, if the side has a placement: slots in which its blocks lie now
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3912,7 +3920,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\x83\x04\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\x9f\x04\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -3930,7 +3938,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"arenaField\x12,\n" +
 	"\x12arena_block_tokens\x18\f \x01(\x04R\x10arenaBlockTokens\x12#\n" +
 	"\rmatch_fetches\x18\r \x01(\bR\fmatchFetches\x12%\n" +
-	"\x0ebeyond_machine\x18\x0e \x01(\tR\rbeyondMachine\"s\n" +
+	"\x0ebeyond_machine\x18\x0e \x01(\tR\rbeyondMachine\x12\x1a\n" +
+	"\bcomplete\x18\x0f \x01(\bR\bcomplete\"s\n" +
 	"\bStatInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +

@@ -1,22 +1,23 @@
 package tier
 
 import (
+	"context"
 	"slices"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // Stats counts what one tier did since it was opened.
 type Stats struct {
-	held
-	passed
-	declined
+	HeldStats
+	PassedStats
+	DeclinedStats
 	Stored, Known uint64 // blocks written, and offered although they were there
 }
 
-// held are the numbers of both tiers.
-type held struct {
+// HeldStats are the numbers that both tiers have.
+type HeldStats struct {
 	Hits     uint64 `stat:"hits_total" help:"Blocks that were wanted and there."`
 	Misses   uint64 `stat:"misses_total" help:"Blocks that were wanted and not there."`
 	BytesOut uint64 `stat:"read_bytes_total" help:"Bytes read."`
@@ -31,16 +32,16 @@ type held struct {
 	Slots    uint64 `stat:"slots" help:"Blocks that fit."`
 }
 
-// passed are the numbers of what goes on between the tiers.
-type passed struct {
+// PassedStats are the numbers of what goes on between the tiers.
+type PassedStats struct {
 	WriteBacks  uint64 `stat:"write_backs_total" help:"Blocks written behind to the tier below."`
 	Dropped     uint64 `stat:"write_backs_dropped_total" help:"Blocks not written to the tier below: the queue was full, or they had gone."`
 	NotAdmitted uint64 `stat:"not_admitted_total" help:"Times that a block was not yet used often enough for the tier below."`
 	Prefetches  uint64 `stat:"prefetches_total" help:"Blocks read from the tier below before they were asked for."`
 }
 
-// declined are the numbers of what memory did not store.
-type declined struct {
+// DeclinedStats are the numbers of what memory did not store.
+type DeclinedStats struct {
 	BelowThreshold uint64 `stat:"declined_threshold_total" help:"Saves declined by a store threshold."`
 	NoQuota        uint64 `stat:"declined_quota_total" help:"Saves declined by a tenant's quota."`
 	AllPinned      uint64 `stat:"declined_pinned_total" help:"Saves declined because every slot was in use."`
@@ -58,19 +59,25 @@ func (s *Stats) wrote(size int) {
 
 type counts = storekit.Counts[Stats]
 
-// Infos declares what Store.Values gives.
+// Infos declares what Store.Stats gives, for sdk.Definition.Stats.
 func Infos() []connector.StatInfo {
-	return slices.Concat(storekit.Infos[held]("memory_"), storekit.Infos[passed](""), storekit.Infos[declined](""))
+	return slices.Concat(storekit.Infos[HeldStats]("memory_"), storekit.Infos[PassedStats](""), storekit.Infos[DeclinedStats](""))
 }
 
-// DiskInfos declares what Disk.Values gives.
-func DiskInfos() []connector.StatInfo { return storekit.Infos[held]("disk_") }
+// DiskInfos declares what Disk.Stats gives.
+func DiskInfos() []connector.StatInfo { return storekit.Infos[HeldStats]("disk_") }
 
-// Values are the numbers of the memory tier and of the way below.
+// Stats implements connector.StatsSource: the numbers of the memory tier and of the way below.
+func (s *Store) Stats(context.Context) ([]connector.Stat, error) { return s.Values(), nil }
+
+// Values are the numbers that Stats gives, for Stores that wrap this one.
 func (s *Store) Values() []connector.Stat {
-	memory, lower := s.Stats()
-	return slices.Concat(storekit.Stats("memory_", memory.held), storekit.Stats("", lower.passed), storekit.Stats("", memory.declined))
+	memory, lower := s.Counts()
+	return slices.Concat(storekit.Stats("memory_", memory.HeldStats), storekit.Stats("", lower.PassedStats), storekit.Stats("", memory.DeclinedStats))
 }
 
-// Values are the numbers of the disk tier.
-func (d *Disk) Values() []connector.Stat { return storekit.Stats("disk_", d.Stats().held) }
+// Stats implements connector.StatsSource: the numbers of the disk tier.
+func (d *Disk) Stats(context.Context) ([]connector.Stat, error) { return d.Values(), nil }
+
+// Values are the numbers that Stats gives.
+func (d *Disk) Values() []connector.Stat { return storekit.Stats("disk_", d.Counts().HeldStats) }

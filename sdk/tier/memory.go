@@ -12,15 +12,15 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // memory is the tier in an arena.
 type memory struct {
 	*arena
 	o     *Options
-	index *Index
+	index *keyIndex
 	c     *counts
 
 	fillMu sync.Mutex
@@ -63,8 +63,9 @@ func newMemory(o *Options, c *counts) (*memory, error) {
 	if o.Slots > 0 {
 		a.slots = min(a.slots, o.Slots)
 	}
-	index, err := NewIndex(a.slots, o.Policy)
+	index, err := newKeyIndex(a.slots, o.Policy)
 	if err != nil {
+		a.leave()
 		return nil, err
 	}
 	m := &memory{
@@ -283,7 +284,7 @@ func newPins(o *Options, slots int) *pins {
 }
 
 // loaded counts a load of a block.
-func (p *pins) loaded(x *Index, id uint32, k connector.StoreKey) {
+func (p *pins) loaded(x *keyIndex, id uint32, k connector.StoreKey) {
 	if p.loads == nil {
 		return
 	}
@@ -323,20 +324,21 @@ func (p *pins) forget(id uint32) {
 type arena struct {
 	*place.Shelf
 	slotBytes int64
-	slots     int // that are used
+	slots     int    // that are used
+	leave     func() // ends the use of the memory
 }
 
-// ArenaHead is how much an arena takes beyond its slots and 256 bytes for each, at most.
+// ArenaHead is how many bytes an arena takes beyond its slots and 256 bytes for each, at most.
 const ArenaHead = 2 * superSize
 
-// ArenaBytes is the size of an arena with n slots of slotBytes.
+// ArenaBytes is the size in bytes of Options.Memory, or of a Disk, with n slots of slotBytes.
 func ArenaBytes(n int, slotBytes int64) int64 { return need(n, slotBytes) }
 
 // openArena takes memory into use, whatever is in it. found are the blocks that are whole, in the
 // order in which they were written; torn is the number of slots that are not. Everything else is free.
 // p is how the host divides the memory, which it reads; nil: nobody but this process reads it.
 func openArena(mem []byte, slotBytes int64, p *connector.Placement) (a *arena, found []place.Found, torn int, err error) {
-	g, o := place.Fit(int64(len(mem)), slotBytes, MaxEntries), place.ShelfOpening{}
+	g, o := place.Fit(int64(len(mem)), slotBytes, maxEntries), place.ShelfOpening{}
 	if p != nil {
 		g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
 		if err := g.Validate(); err != nil || p.SlotBytes != slotBytes || g.ArenaBytes() > int64(len(mem)) {
@@ -350,11 +352,19 @@ func openArena(mem []byte, slotBytes int64, p *connector.Placement) (a *arena, f
 	if err != nil {
 		return nil, nil, 0, fmt.Errorf("arena: %w: %w", err, connector.ErrIncompatible)
 	}
+	leave := func() {}
+	if p != nil {
+		if !place.Take(memory, p.Serial) {
+			return nil, nil, 0, fmt.Errorf("another Store of this process uses the arena, all sides and ranks must share it: %w", connector.ErrIncompatible)
+		}
+		leave = func() { place.Leave(memory, p.Serial) }
+	}
 	shelf, found, torn, err := place.OpenShelf(memory, g, o, time.Now().UnixMilli())
 	if err != nil {
+		leave()
 		return nil, nil, 0, fmt.Errorf("arena: %w: %w", err, connector.ErrIncompatible)
 	}
-	return &arena{Shelf: shelf, slotBytes: slotBytes, slots: g.Slots}, found, torn, nil
+	return &arena{Shelf: shelf, slotBytes: slotBytes, slots: g.Slots, leave: leave}, found, torn, nil
 }
 
 // block is the bytes of a slot.
@@ -436,7 +446,7 @@ type shape struct {
 // fit is how many slots of the given size fit into total bytes.
 func fit(total, slotBytes int64) shape {
 	s := shape{slotBytes: slotBytes}
-	s.slots = int(min(MaxEntries, max(0, (total-superSize)/(s.stride()+headerSize))))
+	s.slots = int(min(maxEntries, max(0, (total-superSize)/(s.stride()+headerSize))))
 	for s.slots > 0 && need(s.slots, slotBytes) > total { // what aligning the slots costs
 		s.slots--
 	}

@@ -12,10 +12,10 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// MaxEntries is the largest number of entries of an Index.
-const MaxEntries = math.MaxInt32
+// maxEntries is the largest number of entries of an index.
+const maxEntries = math.MaxInt32
 
-// Index says which key lies in which of n numbered entries, and which entry is given up for a new key.
+// keyIndex says which key lies in which of n numbered entries, and which entry is given up for a new key.
 // It holds no block: entry i stands for slot i of whatever does. All methods may be called
 // concurrently; Has never waits for a change elsewhere in the index.
 //
@@ -23,7 +23,7 @@ const MaxEntries = math.MaxInt32
 // detached: its key was removed while somebody had it pinned, and it becomes free with the last pin.
 // A reserved entry has its place in the eviction policy already, in the order of reservation, so that
 // blocks which are written together are judged as if they came one by one.
-type Index struct {
+type keyIndex struct {
 	keys  []connector.StoreKey // of visible entries
 	table *table
 
@@ -44,13 +44,13 @@ const (
 	reserved = 1 << 6 // its block is being written
 )
 
-// NewIndex makes an index of n entries that evicts by the named policy; "" is LRU. Errors wrap
+// newKeyIndex makes an index of n entries that evicts by the named policy; "" is LRU. Errors wrap
 // connector.ErrIncompatible.
-func NewIndex(n int, policy string) (*Index, error) {
-	if n < 1 || n > MaxEntries {
-		return nil, fmt.Errorf("an index of %d entries, want 1..%d: %w", n, MaxEntries, connector.ErrIncompatible)
+func newKeyIndex(n int, policy string) (*keyIndex, error) {
+	if n < 1 || n > maxEntries {
+		return nil, fmt.Errorf("an index of %d entries, want 1..%d: %w", n, maxEntries, connector.ErrIncompatible)
 	}
-	x := &Index{keys: make([]connector.StoreKey, n), pins: map[uint32]int{}, kept: map[uint32]struct{}{}}
+	x := &keyIndex{keys: make([]connector.StoreKey, n), pins: map[uint32]int{}, kept: map[uint32]struct{}{}}
 	x.table = newTable(x.keys)
 	x.entries = entries{links: newLinks(n), flags: make([]uint8, n)}
 	x.entries.hash = func(id uint32) uint64 { return x.table.hashOf(&x.keys[id]) }
@@ -66,22 +66,22 @@ func NewIndex(n int, policy string) (*Index, error) {
 }
 
 // Has reports whether a key is visible. It changes nothing.
-func (x *Index) Has(k connector.StoreKey) bool {
+func (x *keyIndex) Has(k connector.StoreKey) bool {
 	return x.entry(k) != none
 }
 
 // entry is the entry of a visible key, or none.
-func (x *Index) entry(k connector.StoreKey) uint32 { return x.table.find(&k, x.table.hashOf(&k)) }
+func (x *keyIndex) entry(k connector.StoreKey) uint32 { return x.table.find(&k, x.table.hashOf(&k)) }
 
 // Len is the number of visible keys.
-func (x *Index) Len() int {
+func (x *keyIndex) Len() int {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.visible
 }
 
 // Acquire pins the entry of a key until Release. With use it counts as a hit.
-func (x *Index) Acquire(k connector.StoreKey, use bool) (id uint32, ok bool) {
+func (x *keyIndex) Acquire(k connector.StoreKey, use bool) (id uint32, ok bool) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -97,7 +97,7 @@ func (x *Index) Acquire(k connector.StoreKey, use bool) (id uint32, ok bool) {
 }
 
 // Touch counts a hit of a key.
-func (x *Index) Touch(k connector.StoreKey) {
+func (x *keyIndex) Touch(k connector.StoreKey) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -107,7 +107,7 @@ func (x *Index) Touch(k connector.StoreKey) {
 }
 
 // use counts a hit of an entry, pins it until Release, and gives its key; false if it is not visible.
-func (x *Index) use(id uint32) (k connector.StoreKey, ok bool) {
+func (x *keyIndex) use(id uint32) (k connector.StoreKey, ok bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if int(id) >= len(x.keys) {
@@ -122,7 +122,7 @@ func (x *Index) use(id uint32) (k connector.StoreKey, ok bool) {
 }
 
 // Release takes back one pin.
-func (x *Index) Release(id uint32) {
+func (x *keyIndex) Release(id uint32) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.pins[id]--; x.pins[id] > 0 {
@@ -134,20 +134,20 @@ func (x *Index) Release(id uint32) {
 	}
 }
 
-func (x *Index) recycle(id uint32) {
+func (x *keyIndex) recycle(id uint32) {
 	x.entries.flags[id] = 0
 	x.entries.push(&x.free, id)
 }
 
-// Victim is what Reserve evicted.
-type Victim struct {
+// victim is what Reserve evicted.
+type victim struct {
 	Key     connector.StoreKey
 	Evicted bool
 }
 
 // Reserve gives an entry for a block of key k, which is not visible: a free one, or another key's,
 // which is then gone. It fails with ErrPinned when every entry is pinned or reserved.
-func (x *Index) Reserve(k connector.StoreKey) (id uint32, v Victim, err error) {
+func (x *keyIndex) Reserve(k connector.StoreKey) (id uint32, v victim, err error) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -161,7 +161,7 @@ func (x *Index) Reserve(k connector.StoreKey) (id uint32, v Victim, err error) {
 		return 0, v, ErrPinned
 	}
 	x.leave(id)
-	v = Victim{Key: x.keys[id], Evicted: true}
+	v = victim{Key: x.keys[id], Evicted: true}
 	x.table.remove(&v.Key, x.table.hashOf(&v.Key))
 	x.visible--
 	x.reserve(id, h)
@@ -169,22 +169,22 @@ func (x *Index) Reserve(k connector.StoreKey) (id uint32, v Victim, err error) {
 }
 
 // enter reserves a free entry for a key.
-func (x *Index) enter(id uint32, h uint64) {
+func (x *keyIndex) enter(id uint32, h uint64) {
 	x.entries.cut(&x.free, id)
 	x.reserve(id, h)
 }
 
-func (x *Index) reserve(id uint32, h uint64) {
+func (x *keyIndex) reserve(id uint32, h uint64) {
 	x.entries.flags[id] = reserved
 	x.policy.add(id, h)
 }
 
-func (x *Index) pinned(id uint32) bool {
+func (x *keyIndex) pinned(id uint32) bool {
 	_, kept := x.kept[id]
 	return kept || x.pins[id] > 0 || x.entries.flags[id]&reserved != 0
 }
 
-func (x *Index) leave(id uint32) {
+func (x *keyIndex) leave(id uint32) {
 	delete(x.kept, id)
 	if x.gone != nil {
 		x.gone(id)
@@ -192,7 +192,7 @@ func (x *Index) leave(id uint32) {
 }
 
 // Keep pins the entry of a key until Unkeep, or until the key is removed: eviction does not take it.
-func (x *Index) Keep(k connector.StoreKey) bool {
+func (x *keyIndex) Keep(k connector.StoreKey) bool {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -205,7 +205,7 @@ func (x *Index) Keep(k connector.StoreKey) bool {
 }
 
 // Unkeep takes back what Keep did.
-func (x *Index) Unkeep(k connector.StoreKey) {
+func (x *keyIndex) Unkeep(k connector.StoreKey) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -216,9 +216,9 @@ func (x *Index) Unkeep(k connector.StoreKey) {
 
 // Commit makes a reserved entry visible as k, in place of another entry that is. At no moment is k
 // not found then.
-func (x *Index) Commit(id uint32, k connector.StoreKey) { x.commit(id, k, 0) }
+func (x *keyIndex) Commit(id uint32, k connector.StoreKey) { x.commit(id, k, 0) }
 
-func (x *Index) commit(id uint32, k connector.StoreKey, pins int) {
+func (x *keyIndex) commit(id uint32, k connector.StoreKey, pins int) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -241,7 +241,7 @@ func (x *Index) commit(id uint32, k connector.StoreKey, pins int) {
 }
 
 // drop takes out an entry that is no longer in the table.
-func (x *Index) drop(id uint32) {
+func (x *keyIndex) drop(id uint32) {
 	x.policy.remove(id)
 	x.visible--
 	if x.pins[id] > 0 {
@@ -252,7 +252,7 @@ func (x *Index) drop(id uint32) {
 }
 
 // adopt makes a free entry visible as k: what an earlier process left in the entry's slot.
-func (x *Index) adopt(id uint32, k connector.StoreKey) {
+func (x *keyIndex) adopt(id uint32, k connector.StoreKey) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	x.enter(id, h)
@@ -261,7 +261,7 @@ func (x *Index) adopt(id uint32, k connector.StoreKey) {
 }
 
 // Cancel frees a reserved entry.
-func (x *Index) Cancel(id uint32) {
+func (x *keyIndex) Cancel(id uint32) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.policy.remove(id)
@@ -269,7 +269,7 @@ func (x *Index) Cancel(id uint32) {
 }
 
 // Remove takes a key out; its entry becomes free when nobody has it pinned any more.
-func (x *Index) Remove(k connector.StoreKey) (id uint32, ok bool) {
+func (x *keyIndex) Remove(k connector.StoreKey) (id uint32, ok bool) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -284,7 +284,7 @@ func (x *Index) Remove(k connector.StoreKey) (id uint32, ok bool) {
 }
 
 // forget removes a key if it still stands for the entry id.
-func (x *Index) forget(k connector.StoreKey, id uint32) bool {
+func (x *keyIndex) forget(k connector.StoreKey, id uint32) bool {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -298,7 +298,7 @@ func (x *Index) forget(k connector.StoreKey, id uint32) bool {
 }
 
 // Keys lists the visible keys, in no order.
-func (x *Index) Keys() []connector.StoreKey {
+func (x *keyIndex) Keys() []connector.StoreKey {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	out := make([]connector.StoreKey, 0, x.visible)
@@ -317,7 +317,7 @@ func (x *Index) Keys() []connector.StoreKey {
 // excludes the other only within a shard. The table has five bytes a place, a number and a tag, and
 // probes linearly; the tags that a search passes lie side by side.
 //
-// Changes are made one at a time; the Index sees to that. So a change finds out what it must write while
+// Changes are made one at a time; the index sees to that. So a change finds out what it must write while
 // lookups continue, and excludes them only while it writes: looking at the keys of a whole cluster, each of
 // which is far away in memory, would make lookups wait ten times as long.
 type table struct {

@@ -25,9 +25,9 @@ func TestBatchesAreJudgedOneByOne(t *testing.T) {
 	}
 	all := turns(conversations(5, 100, 12)) // none longer than the small queue of S3-FIFO
 	for _, policy := range []string{LRU, ARC, S3FIFO, FIFO} {
-		one, err := NewIndex(1000, policy)
+		one, err := newKeyIndex(1000, policy)
 		require.NoError(t, err)
-		many, err := NewIndex(1000, policy)
+		many, err := newKeyIndex(1000, policy)
 		require.NoError(t, err)
 		hitsOne, hitsMany, asked := 0, 0, 0
 		for _, keys := range all {
@@ -61,7 +61,7 @@ func TestBatchesAreJudgedOneByOne(t *testing.T) {
 // What is reserved and given up leaves no trace in the policy.
 func TestCancelledReservations(t *testing.T) {
 	for _, policy := range []string{LRU, ARC, S3FIFO, FIFO} {
-		x, err := NewIndex(8, policy)
+		x, err := newKeyIndex(8, policy)
 		require.NoError(t, err)
 		for round := range uint64(200) {
 			var ids []uint32

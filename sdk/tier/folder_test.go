@@ -101,7 +101,7 @@ func TestShapesShareTheLimit(t *testing.T) {
 		require.NoError(t, d.Put(t.Context(), []connector.Item{sized(k, 3000)}))
 		require.LessOrEqual(t, folderBytes(t, path), int64(most))
 	}
-	require.Equal(t, d.Slots(), int(d.Stats().Blocks))
+	require.Equal(t, d.Slots(), int(d.Counts().Blocks))
 	require.NoError(t, d.Close())
 }
 
@@ -115,9 +115,9 @@ func TestUsedFilesAreLeftAlone(t *testing.T) {
 		require.NoError(t, b.Put(t.Context(), []connector.Item{sized(k, 5000)}))
 	}
 	require.Equal(t, 60, stored(t, a, 60, 3000))
-	require.Equal(t, b.Slots(), int(b.Stats().Blocks))
+	require.Equal(t, b.Slots(), int(b.Counts().Blocks))
 	again := shaped(t, path, 3000, most) // of a's shape: a file of its own
-	require.Zero(t, again.Stats().Adopted)
+	require.Zero(t, again.Counts().Adopted)
 	for _, d := range []*Disk{a, b, again} {
 		require.NoError(t, d.Close())
 	}

@@ -1,14 +1,15 @@
-// Package tier is the library of the connectors that keep blocks in memory and below: a memory tier
-// that survives the plugin process, a disk tier, eviction policies and an index.
+// Package tier puts memory before a Store: what was stored last, or is wanted most, comes from memory, and everything
+// else from below.
 //
-// A [Store] is a connector.Store: blocks are kept in fixed slots of an arena (Options.Memory) and, if
-// there is a lower tier (Options.Lower, a [Disk] or any other Store), written behind to it. A connector
-// is a config that becomes Options:
+// A [Store] keeps blocks in fixed slots of the arena that the host lends (Env.Arena). They outlive the plugin, and the host
+// reads them there itself, without a call. What lies below ([Options].Lower) is any connector.Store, such as an author's own or
+// a [Disk], and is written behind; nil is memory alone. A connector is a config that becomes Options:
 //
-//	disk, err := tier.OpenDisk(tier.DiskOptions{Path: path, Bytes: 1 << 40, SlotBytes: n})
-//	store, err := tier.Open(tier.Options{SlotBytes: n, Memory: arena, Lower: disk})
+//	o := tier.OptionsFor(&env)
+//	o.Lower = mine
+//	return tier.Open(o)
 //
-// [Index] can be used alone by stores that keep their bytes elsewhere.
+// Its sdk.Definition has [Capabilities] and [Infos], and its config a method ArenaBytes.
 package tier
 
 import (
@@ -19,13 +20,18 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
-// Store keeps blocks in memory and in the tier below.
+// Capabilities are the optional powers of a Store.
+const Capabilities = connector.CanReset | connector.CanStat | connector.CanPlace
+
+// Store keeps blocks in memory and in the tier below. It is a connector.Store, connector.Resetter, connector.StatsSource and
+// sdk.Placing, and safe for concurrent use.
 type Store struct {
 	o         Options
 	memory    *memory
@@ -34,12 +40,20 @@ type Store struct {
 	mem       counts
 
 	gate   sync.RWMutex // held for reading by every call, so that Reset meets none
-	closed bool
+	closed atomic.Bool
 }
 
 // Open makes a Store. Blocks that an earlier one left in Options.Memory are there at once, in the order
-// in which they were written; half written ones are not. Errors wrap connector.ErrIncompatible.
+// in which they were written; half written ones are not. Errors wrap connector.ErrIncompatible; Options.Lower is closed then.
 func Open(o Options) (*Store, error) {
+	s, err := openStore(o)
+	if err != nil && o.Lower != nil {
+		err = errors.Join(err, o.Lower.Close())
+	}
+	return s, err
+}
+
+func openStore(o Options) (*Store, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
@@ -63,9 +77,9 @@ func (s *Store) Has(k connector.StoreKey) bool { return s.memory.has(k) }
 // Slots is the number of blocks that fit into memory.
 func (s *Store) Slots() int { return s.memory.slots }
 
-// Stats gives the counts of the memory tier and of the way to the lower one. What a Disk itself counts
-// is in Disk.Stats.
-func (s *Store) Stats() (memory, lower Stats) {
+// Counts are the numbers of the memory tier and of the way to the lower one so far. What a Disk itself counts
+// is in Disk.Counts.
+func (s *Store) Counts() (memory, lower Stats) {
 	memory = s.mem.Now()
 	memory.Blocks, memory.Slots = uint64(s.memory.index.Len()), uint64(s.memory.slots)
 	if s.below != nil {
@@ -267,6 +281,10 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 // Reset implements connector.Resetter: it waits for running calls and forgets every block, in memory
 // and below. emptied is false if the lower tier cannot forget.
 func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
+	if s.below != nil { // what is written behind has no caller whose patience ends
+		s.below.writes.wait()
+		defer s.below.writes.resume()
+	}
 	s.gate.Lock()
 	defer s.gate.Unlock()
 	if s.below != nil {
@@ -282,7 +300,7 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	return false, nil
 }
 
-// Flush waits until every block that waits for the lower tier has been written there, or ctx ends.
+// Flush waits until every block that waits for the lower tier has been written there, or ctx ends. After Close it is an error.
 func (s *Store) Flush(ctx context.Context) error {
 	if s.below == nil {
 		return nil
@@ -296,17 +314,21 @@ const closeWait = 2 * time.Second
 // Close implements connector.Store. What waits to be written to the lower tier is, for a short time.
 // Blocks in Options.Memory stay there for the next Store.
 func (s *Store) Close() error {
-	s.gate.Lock()
-	closed := s.closed
-	s.closed = true
-	s.gate.Unlock()
-	if closed || s.below == nil {
+	if s.closed.Swap(true) {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
-	defer cancel()
-	_ = s.below.flush(ctx) // what is not written is computed again
-	s.below.close()
+	if s.below != nil { // before the gate, which a write holds as long as it likes
+		ctx, cancel := context.WithTimeout(context.Background(), closeWait)
+		defer cancel()
+		_ = s.below.flush(ctx) // what is not written is computed again
+		s.below.close()
+	}
+	s.gate.Lock() // until running calls are over
+	defer s.gate.Unlock()
+	s.memory.leave()
+	if s.below == nil {
+		return nil
+	}
 	return s.o.Lower.Close()
 }
 
@@ -428,6 +450,7 @@ var (
 	ErrThreshold = fmt.Errorf("below the store threshold: %w", connector.ErrDeclined)
 	errFull      = errors.New("the disk is full")
 	errAbsent    = errors.New("not stored")
+	errClosed    = errors.New("the store is closed")
 	// ErrQuota is what every *QuotaError is.
 	ErrQuota = fmt.Errorf("over quota: %w", connector.ErrDeclined)
 )
@@ -448,7 +471,7 @@ func (e *QuotaError) Unwrap() error { return ErrQuota }
 
 // Options say how a Store works. Zero values are the defaults.
 type Options struct {
-	// SlotBytes is the size of the largest block, all spans of an Item together.
+	// SlotBytes is the size of the largest block in bytes, all spans of an Item together.
 	SlotBytes int64
 	// SameSize says that every block has SlotBytes, so that blocks can be fetched from Lower before
 	// anybody has said how large they are.
@@ -457,8 +480,11 @@ type Options struct {
 	// The caller owns it and keeps it until Close has returned. nil: MemoryBytes of this process.
 	Memory      []byte
 	MemoryBytes int64
-	// Placement is Env.Placement, if Memory is Env.Arena as a whole.
+	// Placement is Env.Placement, which OptionsFor sets with Memory, Env.Arena as a whole: the host reads the slots, and the Store keeps
+	// it to their number and size. With other memory, or a second Store for the same arena, Open fails: all sides and ranks share
+	// one, as sdk.FromStore has them do. nil: nobody but the Store reads Memory.
 	Placement *connector.Placement
+	arena     []byte // of which Placement is
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
 	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
@@ -469,7 +495,7 @@ type Options struct {
 	Tracked int
 	// TTL is how long a block may be served after it was stored; 0: for ever.
 	TTL time.Duration
-	// TenantBytes limits what one tenant has in memory; 0: no limit.
+	// TenantBytes limits what one tenant has in memory, in bytes; 0: no limit. What lies below counts for nobody.
 	TenantBytes int64
 	// PinAfter keeps a block from eviction once it was loaded that often; 0: never. At most PinShare
 	// of all slots are kept, the earliest is let go for the next; 0: a tenth.
@@ -478,7 +504,9 @@ type Options struct {
 	// Digests are the bytes that the digests at the end of a block take, by the size of the block. They are a span of their
 	// own in what is written to Lower, which can so tell with which key they were made. What is not in it counts as having none.
 	Digests map[int]int
-	// Lower is the tier below memory: a Disk, or a store elsewhere. The Store closes it, and resets it if it is a connector.Resetter. nil: none.
+	// Lower is the tier below memory: a Disk, or a store elsewhere. Its Items begin with a span more, of LowerHeader bytes, and
+	// end with the digests as all do. The Store owns it: it closes it, and resets it if it is a connector.Resetter. It is called
+	// from several goroutines. Each call must end with its context, that of a write behind, too: Reset and Close end it. nil: none.
 	Lower connector.Store
 	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
 	// every block.
@@ -488,7 +516,7 @@ type Options struct {
 	// Prefetch is how many blocks of a run are fetched from Lower when Lookup has found them there; 0:
 	// none.
 	Prefetch int
-	// Workers is how many goroutines copy the blocks of one call; 0: two.
+	// Workers is how many goroutines copy the blocks of one call at most; 0: two.
 	Workers int
 	// Changed is told when a block appears in or leaves the memory tier. It must be quick and must not
 	// call the Store; nil: nobody is.
@@ -497,8 +525,19 @@ type Options struct {
 	Log *slog.Logger
 }
 
-// Fit sets SlotBytes, SameSize and Digests for the blocks of a layout.
+// OptionsFor are those for the engine of env: its arena, as its host has placed it, and the sizes of its blocks. All
+// others have their defaults, and nothing lies below. If env has no arena, set MemoryBytes.
+func OptionsFor(env *connector.Env) Options {
+	o := Options{Memory: env.Arena, Placement: env.Placement, arena: env.Arena, Log: env.Log}
+	o.Fit(&env.Layout)
+	return o
+}
+
+// Fit sets SlotBytes, SameSize and Digests for the blocks of a layout. It copies what it needs of it.
 func (o *Options) Fit(l *connector.Layout) {
+	if len(l.Groups) == 0 {
+		return // Validate misses the size
+	}
 	sizes := make([]int64, len(l.Groups))
 	for g := range sizes {
 		sizes[g] = l.BlockBytes(uint16(g))
@@ -526,6 +565,8 @@ func (o *Options) Validate() error {
 	switch {
 	case o.SlotBytes < 1:
 		return bad("the largest block", o.SlotBytes)
+	case o.misplaced():
+		return bad("the memory", "not the arena that the host has placed")
 	case o.Memory == nil && o.MemoryBytes < 1:
 		return bad("the memory's size", o.MemoryBytes)
 	case o.StoreThreshold < 0 || o.StoreThreshold > maxCount:
@@ -536,6 +577,11 @@ func (o *Options) Validate() error {
 		return bad("the share of pinned slots", o.PinShare)
 	}
 	return nil
+}
+
+// misplaced says whether Placement is of other memory.
+func (o *Options) misplaced() bool {
+	return o.Placement != nil && (len(o.Memory) == 0 || len(o.Memory) != len(o.arena) || &o.Memory[0] != &o.arena[0])
 }
 
 // defaults of Options.

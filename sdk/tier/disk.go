@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
 	"github.com/kvport/kvport/internal/machine"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
 // DiskOptions say where a Disk keeps its blocks.
@@ -54,7 +54,7 @@ type Disk struct {
 	shape
 	o       DiskOptions
 	file    *os.File
-	index   *Index
+	index   *keyIndex
 	c       counts
 	serial  atomic.Uint64
 	expires []atomic.Int64 // of each slot, in Unix ms; nil without TTL
@@ -90,7 +90,7 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 	if err != nil {
 		return nil, err
 	}
-	if d.index, err = NewIndex(d.slots, o.Policy); err != nil {
+	if d.index, err = newKeyIndex(d.slots, o.Policy); err != nil {
 		return nil, err
 	}
 	if o.TTL {
@@ -160,8 +160,8 @@ func (d *Disk) fileSystem() (size, free int64) {
 // Slots is the number of blocks that fit.
 func (d *Disk) Slots() int { return d.slots }
 
-// Stats gives the counts so far.
-func (d *Disk) Stats() Stats {
+// Counts are the numbers so far.
+func (d *Disk) Counts() Stats {
 	s := d.c.Now()
 	s.Blocks, s.Slots = uint64(d.index.Len()), uint64(d.slots)
 	return s

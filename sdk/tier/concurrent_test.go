@@ -29,7 +29,7 @@ func TestConcurrentCalls(t *testing.T) {
 		}
 		wg.Wait()
 		require.NoError(t, errors.Join(errs...))
-		mem, lower := s.Stats()
+		mem, lower := s.Counts()
 		t.Logf("%s: memory %+v", policy, mem)
 		require.Positive(t, mem.Hits)
 		require.Positive(t, mem.Evicted)

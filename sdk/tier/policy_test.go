@@ -23,7 +23,7 @@ func storeKey(n uint64) (k connector.StoreKey) {
 // hit or miss for one access.
 type naive interface{ access(k uint64) bool }
 
-// hits runs a trace through an Index and through a naive policy, which must agree on every access.
+// hits runs a trace through an index and through a naive policy, which must agree on every access.
 func hits(t *testing.T, name string, size int, trace []uint64) int {
 	t.Helper()
 	x := indexWithoutTwins(t, name, size, trace)
@@ -51,10 +51,10 @@ func hits(t *testing.T, name string, size int, trace []uint64) int {
 
 // indexWithoutTwins makes an index whose seed gives the keys of a trace different marks: it takes one evicted key for another that has
 // the same mark, which the naive policies do not.
-func indexWithoutTwins(t *testing.T, name string, size int, trace []uint64) *Index {
+func indexWithoutTwins(t *testing.T, name string, size int, trace []uint64) *keyIndex {
 	t.Helper()
 	for {
-		x, err := NewIndex(size, name)
+		x, err := newKeyIndex(size, name)
 		require.NoError(t, err)
 		keys := map[uint32]uint64{}
 		if !slices.ContainsFunc(trace, func(k uint64) bool {
@@ -141,7 +141,7 @@ func TestLRUHasTheHitRatioOfTheory(t *testing.T) {
 	}
 	const keys, size = 20000, 2000
 	trace := zipf(4, keys, 600000, 0.8)
-	x, err := NewIndex(size, LRU)
+	x, err := newKeyIndex(size, LRU)
 	require.NoError(t, err)
 	hit := 0
 	const warm = 100000

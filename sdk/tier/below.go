@@ -4,16 +4,17 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/connectors/internal/storekit"
+	"github.com/kvport/kvport/internal/storekit"
 )
 
-// LowerHeader is what a block has more in the lower tier: eight bytes before it with the time until
-// which it may be served.
+// LowerHeader is how many bytes a block has more in the lower tier: before it comes the time until which it may be served, in
+// Unix ms, little-endian; 0: for ever.
 const LowerHeader = 8
 
 // below is the way to and from the lower tier. One goroutine writes behind, one fetches ahead.
@@ -26,11 +27,13 @@ type below struct {
 	admit  *sketch // nil: every block
 	staged staging
 
-	queue chan job
-	ahead chan []*stage
-	stop  context.CancelFunc
-	done  sync.WaitGroup
-	ends  sync.Map // of blocks on their way up: key -> expiry
+	queue   chan job
+	ahead   chan []*stage
+	stop    context.CancelFunc
+	stopped <-chan struct{} // closed by stop
+	writes  interruptible
+	done    sync.WaitGroup
+	ends    sync.Map // of blocks on their way up: key -> expiry
 }
 
 // job is a block to be written, or a sign that all before it are.
@@ -50,15 +53,62 @@ func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
 		b.admit = newSketch(8 * m.slots)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	b.stop = cancel
+	b.stop, b.stopped = cancel, ctx.Done()
 	b.done.Go(func() { b.write(ctx) })
 	b.done.Go(func() { b.fetch(ctx) })
 	return b
 }
 
+// interruptible ends what is written behind while somebody waits for the gate, which a write holds. Its zero value is ready to use.
+type interruptible struct {
+	mu      sync.Mutex
+	waiting int                // how many ask for its end
+	end     context.CancelFunc // of the write that is under way; nil: none is
+}
+
+// begin is the context of a write, until end. It has ended already if somebody waits.
+func (i *interruptible) begin(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.waiting > 0 {
+		cancel()
+	}
+	i.end = cancel
+	return ctx, cancel
+}
+
+// wait ends the write that is under way, and those that begin before resume.
+func (i *interruptible) wait() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.waiting++
+	if i.end != nil {
+		i.end()
+	}
+}
+
+func (i *interruptible) resume() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.waiting--
+}
+
 func (b *below) close() {
 	b.stop()
 	b.done.Wait()
+}
+
+// guard makes an error of a panic of the lower tier in a goroutine of this package. Those in calls of others are theirs: the sdk does
+// the same for what a host calls.
+func (b *below) guard(what string, call func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			b.o.Log.Error("the tier below memory panicked", "call", what, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			err = fmt.Errorf("the tier below memory panicked: %s: %v", what, p)
+		}
+	}()
+	return call()
 }
 
 // used notes that a block in memory was stored or loaded, and has it written to the lower tier once
@@ -108,6 +158,8 @@ func (b *below) write(ctx context.Context) {
 func (b *below) writeJobs(ctx context.Context, jobs []job) {
 	b.gate.RLock()
 	defer b.gate.RUnlock()
+	ctx, end := b.writes.begin(ctx)
+	defer end()
 	var items []connector.Item
 	var ids []uint32
 	for _, j := range jobs {
@@ -127,7 +179,7 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 	if len(items) == 0 {
 		return
 	}
-	failed := storekit.ErrorsOf(b.lower.Put(ctx, items), len(items))
+	failed := storekit.ErrorsOf(b.guard("put", func() error { return b.lower.Put(ctx, items) }), len(items))
 	for i, id := range ids {
 		state := uint32(isLowered)
 		if failed[i] != nil {
@@ -222,17 +274,21 @@ func (b *below) expiry(k connector.StoreKey) int64 {
 	return 0
 }
 
-// flush waits until all that is queued now was written.
+// flush waits until all that is queued now was written. Nothing is any more once stop was called.
 func (b *below) flush(ctx context.Context) error {
 	mark := make(chan struct{})
 	select {
 	case b.queue <- job{mark: mark}:
+	case <-b.stopped:
+		return errClosed
 	case <-ctx.Done():
 		return ctx.Err()
 	}
 	select {
 	case <-mark:
 		return nil
+	case <-b.stopped:
+		return errClosed
 	case <-ctx.Done():
 		return ctx.Err()
 	}
@@ -374,13 +430,20 @@ func (b *below) fetch(ctx context.Context) {
 		case stages = <-b.ahead:
 		}
 		for _, s := range stages { // one at a time: the first is wanted first
-			s.err = b.lower.Get(ctx, []connector.Item{{Key: s.key, Spans: [][]byte{s.data}}})
+			s.err = b.guard("get", func() error { return b.lower.Get(ctx, []connector.Item{b.stagedItem(s)}) })
 			if s.err == nil {
 				b.c.Count(func(n *Stats) { n.Prefetches++ })
 			}
 			close(s.done)
 		}
 	}
+}
+
+// stagedItem is the item into which a stage is fetched: its spans are those that item makes.
+func (b *below) stagedItem(s *stage) connector.Item {
+	data := s.data[LowerHeader:]
+	digests := len(data) - b.o.Digests[len(data)]
+	return connector.Item{Key: s.key, Spans: [][]byte{s.data[:LowerHeader:LowerHeader], data[:digests:digests], data[digests:]}}
 }
 
 // fromStaged serves an item from what was fetched ahead.
@@ -394,6 +457,8 @@ func (b *below) fromStaged(ctx context.Context, it connector.Item) bool {
 	}
 	select {
 	case <-s.done:
+	case <-b.stopped: // nobody fetches it any more
+		return false
 	case <-ctx.Done():
 		return false
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -140,7 +141,7 @@ func TestArenaOutlivesTheStore(t *testing.T) {
 	require.NoError(t, s.Close())
 
 	s = open(t, Options{Memory: arena})
-	mem, _ := s.Stats()
+	mem, _ := s.Counts()
 	require.EqualValues(t, 7, mem.Adopted)
 	require.Zero(t, mem.Torn)
 	for n := range uint64(7) {
@@ -151,7 +152,7 @@ func TestArenaOutlivesTheStore(t *testing.T) {
 	require.NoError(t, s.Close())
 
 	s = open(t, Options{Memory: arena, SlotBytes: blockBytes / 2})
-	mem, _ = s.Stats()
+	mem, _ = s.Counts()
 	require.Zero(t, mem.Adopted, "slots of another size hold nothing")
 }
 
@@ -170,7 +171,7 @@ func TestTornSlotsAreNotServed(t *testing.T) {
 	require.Nil(t, wait)
 	copy(f.slot, content(9, 0)[:500])
 	s = open(t, Options{Memory: arena})
-	mem, _ := s.Stats()
+	mem, _ := s.Counts()
 	require.EqualValues(t, 3, mem.Adopted)
 	require.EqualValues(t, 1, mem.Torn)
 	require.False(t, present(t, s, 9))
@@ -183,7 +184,7 @@ func TestTornSlotsAreNotServed(t *testing.T) {
 		at := superSize + rng.IntN(4*headerSize)
 		arena[at] ^= 1 << rng.IntN(8)
 		s := open(t, Options{Memory: arena})
-		mem, _ := s.Stats()
+		mem, _ := s.Counts()
 		torn += int(mem.Torn)
 		for n := range uint64(4) {
 			if present(t, s, n) {
@@ -238,7 +239,7 @@ func TestQuotaThresholdAndPins(t *testing.T) {
 	require.True(t, present(t, s, 1), "it was loaded twice")
 	require.False(t, present(t, s, 2))
 	require.NoError(t, put(3, 5), "what was evicted counts no more")
-	mem, _ := s.Stats()
+	mem, _ := s.Counts()
 	require.EqualValues(t, 1, mem.NoQuota)
 	require.EqualValues(t, 103, mem.BelowThreshold)
 }
@@ -317,7 +318,7 @@ func TestTTL(t *testing.T) {
 
 func newCounters(t *testing.T, arena []byte) Stats {
 	t.Helper()
-	mem, _ := open(t, Options{Memory: arena}).Stats()
+	mem, _ := open(t, Options{Memory: arena}).Counts()
 	return mem
 }
 
@@ -339,15 +340,15 @@ func TestDiskKeepsWhatMemoryGivesUp(t *testing.T) {
 	for n := range uint64(40) {
 		require.NoError(t, gets(t, s, n))
 	}
-	_, lower := s.Stats()
+	_, lower := s.Counts()
 	require.Positive(t, lower.Prefetches)
 	require.EqualValues(t, 40, lower.WriteBacks, "what came from disk is not written again")
 	require.NoError(t, s.Close())
 
 	d = disk(t, path, 64)
-	require.EqualValues(t, 40, d.Stats().Adopted)
+	require.EqualValues(t, 40, d.Counts().Adopted)
 	other := disk(t, path, 64)
-	require.Zero(t, other.Stats().Adopted, "the file has a user: this is another one")
+	require.Zero(t, other.Counts().Adopted, "the file has a user: this is another one")
 	require.NoError(t, other.Close())
 	for n := range uint64(40) {
 		it := connector.Item{Key: storeKey(n), Spans: [][]byte{make([]byte, LowerHeader), make([]byte, blockBytes)}}
@@ -362,11 +363,11 @@ func TestAdmission(t *testing.T) {
 	s := open(t, Options{MemoryBytes: ArenaBytes(8, blockBytes), Lower: d})
 	puts(t, s, upTo(20)...)
 	require.NoError(t, s.Flush(t.Context()))
-	require.Zero(t, d.Stats().Stored, "nothing was used twice")
+	require.Zero(t, d.Counts().Stored, "nothing was used twice")
 	require.NoError(t, gets(t, s, 19))
 	puts(t, s, 3) // it was evicted and computed again
 	require.NoError(t, s.Flush(t.Context()))
-	require.EqualValues(t, 2, d.Stats().Stored)
+	require.EqualValues(t, 2, d.Counts().Stored)
 	require.NoError(t, s.Close())
 }
 
@@ -398,7 +399,7 @@ func TestDiskFaults(t *testing.T) {
 				require.False(t, present(t, s, n), "what is damaged is forgotten")
 			}
 		}
-		require.Equal(t, damaged > 0, d.Stats().Corrupt+uint64(damaged) > 0)
+		require.Equal(t, damaged > 0, d.Counts().Corrupt+uint64(damaged) > 0)
 		require.NoError(t, s.Close())
 	}
 	t.Logf("200 flipped bits: %d blocks lost, 0 wrong", damaged)
@@ -409,13 +410,13 @@ func TestDiskFaults(t *testing.T) {
 	for n := range uint64(30) {
 		_ = gets(t, s, n)
 	}
-	require.Positive(t, d.Stats().Corrupt)
+	require.Positive(t, d.Counts().Corrupt)
 	d.readAt = func([]byte, int64) (int, error) { return 0, syscall.EIO }
 	puts(t, s, 200)
 	require.NoError(t, s.Flush(t.Context()))
 	puts(t, s, 201, 202)
 	require.ErrorIs(t, gets(t, s, 200), connector.ErrGone)
-	require.Positive(t, d.Stats().Errors)
+	require.Positive(t, d.Counts().Errors)
 
 	require.NoError(t, s.Flush(t.Context())) // nobody is inside writeAt when it is replaced
 	calls := 0
@@ -445,7 +446,7 @@ func TestDiskStopsInTheMiddleOfAWrite(t *testing.T) {
 	require.Error(t, d.Put(t.Context(), []connector.Item{item(50, 0)}))
 	require.NoError(t, d.Close())
 	d = disk(t, path, 4)
-	require.EqualValues(t, 3, d.Stats().Adopted)
+	require.EqualValues(t, 3, d.Counts().Adopted)
 	for n := uint64(1); n < 4; n++ {
 		require.NoError(t, gets(t, d, n))
 	}
@@ -478,7 +479,7 @@ func TestReset(t *testing.T) {
 	require.NoError(t, s.Close())
 	require.Zero(t, newCounters(t, arena).Adopted)
 	d := disk(t, path, 64)
-	require.Zero(t, d.Stats().Adopted)
+	require.Zero(t, d.Counts().Adopted)
 	require.NoError(t, d.Close())
 }
 
@@ -506,7 +507,7 @@ func TestDiskThatDoesNotFit(t *testing.T) {
 	require.ErrorContains(t, err, " free: set it lower")
 	require.NoDirExists(t, path)
 
-	d := &Disk{o: DiskOptions{Path: path, Field: "disk_bytes", Bytes: 1 << 30}, shape: fit(1<<30, 4096)}
+	d := &Disk{o: DiskOptions{Path: path, Field: "disk_bytes", Bytes: 1 << 30, Log: slog.New(slog.DiscardHandler)}, shape: fit(1<<30, 4096)}
 	require.NoError(t, d.fits(int64(d.slots)*entryBytes))
 	err = d.fits(int64(d.slots)*entryBytes - 1)
 	require.ErrorIs(t, err, connector.ErrIncompatible)
@@ -534,7 +535,7 @@ func TestPutReplacesOtherKeys(t *testing.T) {
 				require.Equal(t, got(marked(key)), got(it), "%T", from)
 			}
 		}
-		memory, _ := s.Stats()
+		memory, _ := s.Counts()
 		require.Equal(t, uint64(1), memory.Known)
 		require.NoError(t, s.Close())
 	}

@@ -39,7 +39,7 @@ func TestIndexOfManyKeys(t *testing.T) {
 		x, size := manyKeys(t, policy, n)
 		require.LessOrEqual(t, size, mostBytes(n))
 		require.Equal(t, n, x.Len())
-		other, err := NewIndex(n/10, policy)
+		other, err := newKeyIndex(n/10, policy)
 		require.NoError(t, err)
 		best, evictions, tries := math.Inf(1), 0, 5
 		if underRace {
@@ -64,10 +64,10 @@ func TestIndexOfManyKeys(t *testing.T) {
 
 // manyKeys makes an index of n keys that has evicted as many, and gives its bytes a key. Memory that
 // something else gives back meanwhile makes them too few, never negative by wrapping around: then again.
-func manyKeys(t *testing.T, policy string, n int) (*Index, float64) {
+func manyKeys(t *testing.T, policy string, n int) (*keyIndex, float64) {
 	for try := 0; ; try++ {
 		before := heap()
-		x, err := NewIndex(n, policy)
+		x, err := newKeyIndex(n, policy)
 		require.NoError(t, err)
 		for i := range uint64(2 * n) { // the first half is evicted
 			store(t, x, spread(i))
@@ -101,11 +101,11 @@ type measured struct {
 }
 
 // measure looks keys of x up while nothing evicts, another index does and x does, by turns.
-func measure(t *testing.T, x, other *Index, n, evictions int) (measured, int) {
+func measure(t *testing.T, x, other *keyIndex, n, evictions int) (measured, int) {
 	var m measured
 	var took [3][]time.Duration
 	for range 5 {
-		for i, victim := range []*Index{nil, other, x} {
+		for i, victim := range []*keyIndex{nil, other, x} {
 			stop := evict(t, victim, uint64(2*n+evictions))
 			p999, r := lookups(x, n)
 			evictions += stop()
@@ -121,7 +121,7 @@ func measure(t *testing.T, x, other *Index, n, evictions int) (measured, int) {
 }
 
 // evict stores new keys in an index that is full, until stop, which gives their number.
-func evict(t *testing.T, x *Index, from uint64) (stop func() int) {
+func evict(t *testing.T, x *keyIndex, from uint64) (stop func() int) {
 	if x == nil {
 		return func() int { return 0 }
 	}
@@ -141,7 +141,7 @@ func evict(t *testing.T, x *Index, from uint64) (stop func() int) {
 	return func() int { close(end); done.Wait(); return n }
 }
 
-func store(t *testing.T, x *Index, k connector.StoreKey) {
+func store(t *testing.T, x *keyIndex, k connector.StoreKey) {
 	id, _, err := x.Reserve(k)
 	if err != nil {
 		t.Errorf("reserve: %v", err)
@@ -151,7 +151,7 @@ func store(t *testing.T, x *Index, k connector.StoreKey) {
 }
 
 // lookups looks keys up, half of them present, and gives the p99.9 of one lookup and the rate.
-func lookups(x *Index, n int) (p999 time.Duration, rate float64) {
+func lookups(x *keyIndex, n int) (p999 time.Duration, rate float64) {
 	keys := make([]connector.StoreKey, 1<<16)
 	for i := range keys {
 		keys[i] = spread(uint64(i) * uint64(2*n) / uint64(len(keys)))
