@@ -140,7 +140,7 @@ func TestFetchAheadOfTheUnwanted(t *testing.T) {
 		lower.silent.Store(1)
 		s := open(t, Options{MemoryBytes: ArenaBytes(32, blockBytes), SameSize: true, Prefetch: 2, Lower: lower})
 		var all []*stage
-		for n := range 20 { // of which eight are kept
+		for n := range uint64(20) { // of which eight are kept
 			all = append(all, s.below.staged.start([]connector.StoreKey{storeKey(n)})...)
 			s.below.ahead <- all[n : n+1]
 			synctest.Wait() // the first is being fetched
