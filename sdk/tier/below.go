@@ -44,6 +44,9 @@ type job struct {
 
 const writeBatch = 16
 
+// fetchWait is how long one block may take that is fetched ahead. Then the blocks behind it are not fetched, and a load asks for them itself.
+const fetchWait = 2 * time.Second
+
 func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
 	b := &below{
 		o: o, memory: m, lower: o.Lower, gate: gate, queue: make(chan job, o.WriteBehind), ahead: make(chan []*stage, 64),
@@ -85,6 +88,21 @@ func (i *interruptible) wait() {
 	i.waiting++
 	if i.end != nil {
 		i.end()
+	}
+}
+
+// waitAfter has wait called once so much time is over, unless the result is called before. That also calls resume, if need be.
+func (i *interruptible) waitAfter(d time.Duration) (over func()) {
+	waiting := make(chan struct{})
+	t := time.AfterFunc(d, func() {
+		i.wait()
+		close(waiting)
+	})
+	return func() {
+		if !t.Stop() {
+			<-waiting
+			i.resume()
+		}
 	}
 }
 
@@ -324,14 +342,15 @@ type staging struct {
 
 // stage is one block, on its way until done is closed.
 type stage struct {
-	key  connector.StoreKey
-	data []byte // with its head
-	done chan struct{}
-	err  error
+	key    connector.StoreKey
+	data   []byte // with its head; nil until it is fetched
+	done   chan struct{}
+	err    error
+	wanted bool // nobody fetches it otherwise
 }
 
 // start makes stages for those of the keys that have none. What was fetched and not asked for goes.
-func (g *staging) start(keys []connector.StoreKey, size int) (started []*stage) {
+func (g *staging) start(keys []connector.StoreKey) (started []*stage) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.byKey == nil {
@@ -342,9 +361,9 @@ func (g *staging) start(keys []connector.StoreKey, size int) (started []*stage) 
 			continue
 		}
 		for len(g.byKey) >= g.most && len(g.order) > 0 {
-			g.remove(g.order[0])
+			g.abandon(g.order[0])
 		}
-		s := &stage{key: k, data: g.buffer(size), done: make(chan struct{})}
+		s := &stage{key: k, done: make(chan struct{}), wanted: true}
 		g.byKey[k] = s
 		g.order = append(g.order, s)
 		started = append(started, s)
@@ -352,13 +371,25 @@ func (g *staging) start(keys []connector.StoreKey, size int) (started []*stage) 
 	return started
 }
 
-func (g *staging) buffer(size int) []byte {
-	if n := len(g.spare); n > 0 {
-		b := g.spare[n-1]
-		g.spare = g.spare[:n-1]
-		return b
+// begin gives a stage its memory, unless nobody wants it any more.
+func (g *staging) begin(s *stage, size int) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !s.wanted {
+		return false
 	}
-	return make([]byte, size)
+	if n := len(g.spare); n > 0 {
+		s.data, g.spare = g.spare[n-1], g.spare[:n-1]
+	} else {
+		s.data = make([]byte, size)
+	}
+	return true
+}
+
+// abandon removes a stage that nobody will ask for.
+func (g *staging) abandon(s *stage) {
+	s.wanted = false
+	g.remove(s)
 }
 
 func (g *staging) remove(s *stage) {
@@ -382,11 +413,25 @@ func (g *staging) take(k connector.StoreKey) *stage {
 }
 
 // drop forgets what was fetched of a key.
-func (g *staging) drop(k connector.StoreKey) { g.take(k) }
+func (g *staging) drop(k connector.StoreKey) {
+	if s := g.take(k); s != nil {
+		g.leave(s)
+	}
+}
+
+// leave says that whoever has taken a stage does not wait for it.
+func (g *staging) leave(s *stage) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	s.wanted = false
+}
 
 func (g *staging) clear() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	for _, s := range g.order {
+		s.wanted = false
+	}
 	g.byKey, g.order = nil, nil
 }
 
@@ -405,7 +450,7 @@ func (b *below) prefetch(keys []connector.StoreKey) {
 	if n == 0 || !b.o.SameSize {
 		return
 	}
-	started := b.staged.start(keys[:n], int(b.o.SlotBytes)+LowerHeader)
+	started := b.staged.start(keys[:n])
 	if len(started) == 0 {
 		return
 	}
@@ -429,14 +474,32 @@ func (b *below) fetch(ctx context.Context) {
 			return
 		case stages = <-b.ahead:
 		}
+		var err error
 		for _, s := range stages { // one at a time: the first is wanted first
-			s.err = b.guard("get", func() error { return b.lower.Get(ctx, []connector.Item{b.stagedItem(s)}) })
-			if s.err == nil {
-				b.c.Count(func(n *Stats) { n.Prefetches++ })
+			if err == nil {
+				err = b.fetchStage(ctx, s)
+			} else {
+				s.err = errAbsent
 			}
 			close(s.done)
 		}
 	}
+}
+
+// fetchStage fetches one block. The error says that the lower tier does not answer; nobody's patience ends such a call otherwise.
+func (b *below) fetchStage(ctx context.Context, s *stage) error {
+	if !b.staged.begin(s, int(b.o.SlotBytes)+LowerHeader) {
+		s.err = errAbsent
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, fetchWait)
+	defer cancel()
+	s.err = b.guard("get", func() error { return b.lower.Get(ctx, []connector.Item{b.stagedItem(s)}) })
+	if s.err == nil {
+		b.c.Count(func(n *Stats) { n.Prefetches++ })
+		return nil
+	}
+	return ctx.Err()
 }
 
 // stagedItem is the item into which a stage is fetched: its spans are those that item makes.
@@ -460,6 +523,7 @@ func (b *below) fromStaged(ctx context.Context, it connector.Item) bool {
 	case <-b.stopped: // nobody fetches it any more
 		return false
 	case <-ctx.Done():
+		b.staged.leave(s)
 		return false
 	}
 	if s.err != nil || it.Size()+LowerHeader != len(s.data) {

@@ -42,7 +42,7 @@ func TestLowerTierThatHangs(t *testing.T) {
 		began := time.Now()
 		_, err := s.Reset(t.Context())
 		require.NoError(t, err)
-		require.Equal(t, began, time.Now(), "Reset does not wait for the write")
+		require.Equal(t, closeWait, time.Since(began), "Reset waits no longer for the write")
 		synctest.Wait()
 		require.Equal(t, 1, lower.ended)
 		require.False(t, present(t, s, 1))
@@ -51,7 +51,7 @@ func TestLowerTierThatHangs(t *testing.T) {
 		<-lower.began
 		require.NoError(t, gets(t, s, 2))
 		require.NoError(t, s.Close())
-		require.Equal(t, closeWait, time.Since(began))
+		require.Equal(t, 2*closeWait, time.Since(began))
 		require.Equal(t, 2, lower.ended)
 		require.ErrorIs(t, s.Flush(t.Context()), errClosed)
 	})
@@ -61,12 +61,98 @@ func TestLowerTierThatHangs(t *testing.T) {
 func TestFetchAheadEndsWithClose(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := open(t, Options{MemoryBytes: ArenaBytes(32, blockBytes), SameSize: true, Prefetch: 2, Lower: &sizes{seen: map[int]int{}}})
-		require.Len(t, s.below.staged.start([]connector.StoreKey{storeKey(1)}, blockBytes+LowerHeader), 1)
+		require.Len(t, s.below.staged.start([]connector.StoreKey{storeKey(1)}), 1)
 		require.NoError(t, s.Close())
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		require.False(t, s.below.fromStaged(ctx, empty(1)))
 		require.NoError(t, ctx.Err())
+	})
+}
+
+// slow is a tier below whose server takes its time for a write.
+type slow struct {
+	panicking
+	takes time.Duration
+	wrote error // how the last write ended
+}
+
+func (s *slow) Put(ctx context.Context, _ []connector.Item) error {
+	select {
+	case <-time.After(s.takes):
+	case <-ctx.Done():
+	}
+	s.wrote = ctx.Err()
+	return s.wrote
+}
+
+// A write behind that ends by itself is not ended by a Reset: a server that has got it might do it later.
+func TestResetWaitsForTheLowerTier(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		lower := &slow{takes: closeWait / 2, wrote: context.Canceled}
+		s := open(t, Options{MemoryBytes: ArenaBytes(32, blockBytes), Lower: lower, AdmitAfter: 1})
+		puts(t, s, 1)
+		synctest.Wait()
+		began := time.Now()
+		_, err := s.Reset(t.Context())
+		require.NoError(t, err)
+		require.Equal(t, lower.takes, time.Since(began))
+		require.NoError(t, lower.wrote)
+		require.NoError(t, s.Close())
+	})
+}
+
+// silent is a tier below that says it has everything, and whose first reads wait for their contexts.
+type silent struct {
+	panicking
+	silent atomic.Int32 // reads that hang
+	asked  atomic.Int32
+}
+
+func (s *silent) Get(ctx context.Context, _ []connector.Item) error {
+	s.asked.Add(1)
+	if s.silent.Add(-1) >= 0 {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	return connector.ErrGone
+}
+
+// A read ahead that hangs costs its own patience, and not that of the loads behind it: they ask for their blocks themselves.
+func TestFetchAheadThatHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		lower := &silent{}
+		lower.silent.Store(1)
+		s := open(t, Options{MemoryBytes: ArenaBytes(32, blockBytes), SameSize: true, Prefetch: 4, Lower: lower})
+		s.below.prefetch([]connector.StoreKey{storeKey(1), storeKey(2), storeKey(3), storeKey(4)})
+		began := time.Now()
+		require.ErrorIs(t, gets(t, s, 4), connector.ErrGone)
+		require.Equal(t, fetchWait, time.Since(began))
+		require.EqualValues(t, 2, lower.asked.Load(), "blocks 2 and 3 are not fetched behind it")
+		require.NoError(t, s.Close())
+	})
+}
+
+// A block that nobody wants any more takes no memory and is not fetched.
+func TestFetchAheadOfTheUnwanted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		lower := &silent{}
+		lower.silent.Store(1)
+		s := open(t, Options{MemoryBytes: ArenaBytes(32, blockBytes), SameSize: true, Prefetch: 2, Lower: lower})
+		var all []*stage
+		for n := range uint64(20) { // of which eight are kept
+			all = append(all, s.below.staged.start([]connector.StoreKey{storeKey(n)})...)
+			s.below.ahead <- all[n : n+1]
+			synctest.Wait() // the first is being fetched
+		}
+		for _, g := range all {
+			<-g.done
+		}
+		for n, g := range all {
+			require.Equal(t, n == 0 || n >= 12, g.data != nil, "block %d", n)
+		}
+		require.EqualValues(t, 9, lower.asked.Load())
+		require.NoError(t, s.Close())
 	})
 }
 

@@ -281,11 +281,12 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 // Reset implements connector.Resetter: it waits for running calls and forgets every block, in memory
 // and below. emptied is false if the lower tier cannot forget.
 func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
+	locked := func() {}
 	if s.below != nil { // what is written behind has no caller whose patience ends
-		s.below.writes.wait()
-		defer s.below.writes.resume()
+		locked = s.below.writes.waitAfter(closeWait)
 	}
 	s.gate.Lock()
+	locked()
 	defer s.gate.Unlock()
 	if s.below != nil {
 		s.below.forget()
@@ -308,7 +309,7 @@ func (s *Store) Flush(ctx context.Context) error {
 	return s.below.flush(ctx)
 }
 
-// closeWait is how long Close goes on writing to the lower tier.
+// closeWait is how long Close goes on writing to the lower tier, and how long Reset waits for what is being written there.
 const closeWait = 2 * time.Second
 
 // Close implements connector.Store. What waits to be written to the lower tier is, for a short time.
@@ -482,7 +483,8 @@ type Options struct {
 	MemoryBytes int64
 	// Placement is Env.Placement, which OptionsFor sets with Memory, Env.Arena as a whole: the host reads the slots, and the Store keeps
 	// it to their number and size. With other memory, or a second Store for the same arena, Open fails: all sides and ranks share
-	// one, as sdk.FromStore has them do. nil: nobody but the Store reads Memory.
+	// one, as sdk.FromStore has them do. nil, as below a MultiConnector: nobody but the Store reads Memory, and nobody notices a second
+	// Store for it, with which it would overwrite blocks.
 	Placement *connector.Placement
 	arena     []byte // of which Placement is
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
@@ -506,7 +508,8 @@ type Options struct {
 	Digests map[int]int
 	// Lower is the tier below memory: a Disk, or a store elsewhere. Its Items begin with a span more, of LowerHeader bytes, and
 	// end with the digests as all do. The Store owns it: it closes it, and resets it if it is a connector.Resetter. It is called
-	// from several goroutines. Each call must end with its context, that of a write behind, too: Reset and Close end it. nil: none.
+	// from several goroutines. Each call must end with its context, that of a write behind, too: Reset and Close end it if it takes
+	// long. A Put that was ended must not take effect after a Reset. nil: none.
 	Lower connector.Store
 	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
 	// every block.
