@@ -66,43 +66,39 @@ func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
 type interruptible struct {
 	mu      sync.Mutex
 	waiting int                // how many ask for its end
-	end     context.CancelFunc // of the write that is under way; nil: none is
+	end     context.CancelFunc // of the last write; nil: there was none
+	over    chan struct{}      // closed at its end
 }
 
 // begin is the context of a write, until end. It has ended already if somebody waits.
-func (i *interruptible) begin(ctx context.Context) (context.Context, context.CancelFunc) {
+func (i *interruptible) begin(ctx context.Context) (_ context.Context, end func()) {
 	ctx, cancel := context.WithCancel(ctx)
+	over := make(chan struct{})
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if i.waiting > 0 {
 		cancel()
 	}
-	i.end = cancel
-	return ctx, cancel
-}
-
-// wait ends the write that is under way, and those that begin before resume.
-func (i *interruptible) wait() {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	i.waiting++
-	if i.end != nil {
-		i.end()
+	i.end, i.over = cancel, over
+	return ctx, func() {
+		cancel()
+		close(over)
 	}
 }
 
-// waitAfter has wait called once so much time is over, unless the result is called before. That also calls resume, if need be.
-func (i *interruptible) waitAfter(d time.Duration) (over func()) {
-	waiting := make(chan struct{})
-	t := time.AfterFunc(d, func() {
-		i.wait()
-		close(waiting)
-	})
-	return func() {
-		if !t.Stop() {
-			<-waiting
-			i.resume()
-		}
+// wait waits for the write that is under way, and ends it when that takes longer than patience. Those that begin before resume end at once.
+func (i *interruptible) wait(patience time.Duration) {
+	i.mu.Lock()
+	i.waiting++
+	end, over := i.end, i.over
+	i.mu.Unlock()
+	if end == nil {
+		return
+	}
+	select {
+	case <-over:
+	case <-time.After(patience):
+		end()
 	}
 }
 

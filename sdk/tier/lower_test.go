@@ -298,8 +298,8 @@ func TestInterruptible(t *testing.T) {
 		return ctx.Err() != nil
 	}
 	require.False(t, ended())
-	i.wait()
-	i.wait()
+	i.wait(0)
+	i.wait(0)
 	require.True(t, ended())
 	i.resume()
 	require.True(t, ended(), "another one still waits")

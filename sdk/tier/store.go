@@ -281,14 +281,13 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 // Reset implements connector.Resetter: it waits for running calls and forgets every block, in memory
 // and below. emptied is false if the lower tier cannot forget.
 func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
-	locked := func() {}
 	if s.below != nil { // what is written behind has no caller whose patience ends
-		locked = s.below.writes.waitAfter(closeWait)
+		s.below.writes.wait(closeWait)
 	}
 	s.gate.Lock()
-	locked()
 	defer s.gate.Unlock()
 	if s.below != nil {
+		s.below.writes.resume()
 		s.below.forget()
 	}
 	s.memory.reset()
