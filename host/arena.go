@@ -140,16 +140,16 @@ func (p *promised) take(set *Settings, info *connector.Info, want int64) (field 
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	field = cmp.Or(info.ArenaField, "the connector's config")
-	if why := refusal(want, int64(set.ArenaLimit), p.free()); why != "" {
+	if why := tooMuch(want, int64(set.ArenaLimit), p.free()); why != "" {
 		return field, fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes, %s", ErrConfig, field, info.Name, want, why)
 	}
 	p.bytes += want
 	return field, nil
 }
 
-// refusal is why an arena of that many bytes is not permitted; empty: it is. limit is that of the config; 0: it names none. It is
+// tooMuch is why an arena of that many bytes is not permitted; empty: it is. limit is that of the config; 0: it names none. It is
 // the plugin that says how much it wants, and the host that runs out of memory.
-func refusal(want, limit, free int64) string {
+func tooMuch(want, limit, free int64) string {
 	switch {
 	case limit > 0 && want > limit && limit <= free:
 		return fmt.Sprintf("kvport.arena_limit permits %d: ask for less or raise the limit", limit)

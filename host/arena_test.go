@@ -226,7 +226,7 @@ func TestArenaIsRenewedWhileItIsAllocated(t *testing.T) {
 }
 
 // Without a limit a connector, which says by itself how much it wants, leaves the machine half of its free memory.
-func TestArenaRefusal(t *testing.T) {
+func TestArenaIsTooMuch(t *testing.T) {
 	for _, c := range []struct {
 		want, limit, free int64
 		why               string // empty: permitted
@@ -241,7 +241,7 @@ func TestArenaRefusal(t *testing.T) {
 		{2001, 1990, 2000, "kvport.arena_limit permits 1990: ask for less or raise the limit"},
 		{1, 0, 0, "this machine has free 0: ask for less or free some memory"},
 	} {
-		require.Equal(t, c.why, refusal(c.want, c.limit, c.free), "%+v", c)
+		require.Equal(t, c.why, tooMuch(c.want, c.limit, c.free), "%+v", c)
 	}
 	_, err := (&promised{}).take(&Settings{}, &connector.Info{Name: "X"}, machine.FreeMemory("/")/4*3)
 	require.ErrorIs(t, err, ErrConfig)
