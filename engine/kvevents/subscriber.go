@@ -182,7 +182,9 @@ func (s *Subscription) admits(conn net.Conn) error {
 		return err
 	}
 	var peer *syscall.Ucred
-	control := raw.Control(func(fd uintptr) { peer, err = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED) })
+	control := raw.Control(func(fd uintptr) {
+		peer, err = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED)
+	})
 	if err := errors.Join(control, err); err != nil {
 		return err
 	}

@@ -728,7 +728,8 @@ func TestConfig(t *testing.T) {
 // looked at. A place of the config is as it is.
 func TestSocketsOfOthersAreLeft(t *testing.T) {
 	p := publisher(t, "")
-	named, err := p.Place().Of("localhost")
+	told := p.Place()
+	named, err := told.Of("localhost")
 	require.NoError(t, err)
 	e, err := zmtp.ParseEndpoint(named.Endpoint)
 	require.NoError(t, err)
@@ -737,7 +738,7 @@ func TestSocketsOfOthersAreLeft(t *testing.T) {
 		user    int
 		refused bool
 	}{
-		{named, os.Getuid(), false}, {named, os.Getuid() + 1, true}, {p.Place(), os.Getuid() + 1, false},
+		{named, os.Getuid(), false}, {named, os.Getuid() + 1, true}, {told, os.Getuid() + 1, false},
 	} {
 		s := &Subscription{Place: c.place, user: c.user}
 		s.begin()
