@@ -1,6 +1,7 @@
 package host
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -24,6 +25,7 @@ type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
+	failed func(blocks, damaged int) // told of blocks that were found in slots and cannot be used, and how many of them are not what was saved
 
 	mu       sync.RWMutex // held for reading by whoever reads the arena
 	host     *place.Host  // nil: nothing is placed
@@ -34,15 +36,10 @@ type placement struct {
 	paused atomic.Bool // a reset is on its way
 	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
 
-	usedMu sync.Mutex
-	used   []uint32 // slots that were read, for the next save or load by message to tell
+	used uses // for the next save or load by message to tell
 }
 
-const (
-	lifeSerials = 1 << 40 // that a life of the plugin may draw
-	mostUsed    = 1 << 16 // slots that are remembered until somebody tells them
-	mostTold    = 1 << 12 // slots that one save or load tells
-)
+const lifeSerials = 1 << 40 // that a life of the plugin may draw
 
 // reopen prepares the arena for the next life of the plugin, which has said whether what is placed is all that it has. nil: it is
 // not placed.
@@ -232,8 +229,8 @@ func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.
 }
 
 // load copies blocks of one rank to the cache and verifies them there. false: not all of them came whole, and the plugin
-// has to be asked for all.
-func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
+// has to be asked for all; or ctx has ended.
+func (p *placement) load(ctx context.Context, r *rank, number int, blocks []connector.Block) bool {
 	if len(blocks) == 0 || !p.enter() {
 		return false
 	}
@@ -252,16 +249,35 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 	for i, b := range blocks {
 		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
 			p.host.Drop(refs[i]) // else it would be found again and again
+			p.failed(1, 0)
 			return false
 		}
 	}
 	stores := digest.StoresForLoad(int64(r.size(blocks)))
-	failed := r.judge(blocks, func(i int) error { return p.copyIn(r, blocks[i], refs[i], stores) })
-	if failed.any() {
+	errs := make([]error, len(blocks))
+	all := r.shareUntil(ctx, len(blocks), func(i int) { errs[i] = p.copyIn(r, blocks[i], refs[i], stores) })
+	if p.tally(errs) || !all {
 		return false
 	}
-	p.noteUsed(refs)
+	p.used.note(refs)
 	return true
+}
+
+// tally counts the blocks of a load that were copied in vain, and says whether there are any.
+func (p *placement) tally(errs []error) bool {
+	failed, damaged := 0, 0
+	for _, err := range errs {
+		if err != nil {
+			failed++
+		}
+		if errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, place.ErrGone) {
+			damaged++
+		}
+	}
+	if failed > 0 {
+		p.failed(failed, damaged)
+	}
+	return failed > 0
 }
 
 // find says where blocks are, all of them or none.
@@ -292,27 +308,8 @@ func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac
 	})
 }
 
-// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if the plugin is not
-// called for long.
-func (p *placement) noteUsed(refs []place.Ref) {
-	p.usedMu.Lock()
-	defer p.usedMu.Unlock()
-	for _, r := range refs {
-		p.used = append(p.used, uint32(r.Slot))
-	}
-	if more := len(p.used) - mostUsed; more > 0 {
-		p.used = p.used[more:]
-	}
-}
-
 // takeUsed gives what the next save or load tells the plugin.
-func (p *placement) takeUsed() (used []uint32) {
-	p.usedMu.Lock()
-	defer p.usedMu.Unlock()
-	n := min(len(p.used), mostTold)
-	used, p.used = p.used[:n:n], p.used[n:]
-	return used
-}
+func (p *placement) takeUsed() []uint32 { return p.used.take() }
 
 // usedForLoad is takeUsed for a load. A plugin that knows of saves alone would drop what a load tells, so it is kept for a save until
 // the plugin has shown otherwise.

@@ -4,16 +4,23 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/tracker"
 	"github.com/kvport/kvport/internal/wire"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // placedRig is an engine with a plugin that places: the plugin's end is a Shelf in this process.
@@ -27,6 +34,7 @@ type placedRig struct {
 	next  uint32 // slot
 
 	complete bool // says its plugin when it opens
+	failed, damaged atomic.Int64 // blocks that were found in slots in vain
 }
 
 const placedBlocks = 32
@@ -43,6 +51,10 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 	}
 	layout, size := digest.WithSegments(layout, at)
 	r := &placedRig{T: t, p: &placement{layout: &layout, shape: connector.NewFingerprint("shape"), world: world}}
+	r.p.failed = func(blocks, damaged int) {
+		r.failed.Add(int64(blocks))
+		r.damaged.Add(int64(damaged))
+	}
 	for n := range world {
 		kv, err := connector.NewKV(layout, [][]byte{make([]byte, size)})
 		require.NoError(t, err)
@@ -112,7 +124,7 @@ func (r *placedRig) loaded(n int, bs ...connector.Block) bool {
 	for i := range to {
 		to[i].ID += placedBlocks / 2
 	}
-	if !r.p.load(r.ranks[n], n, to) {
+	if !r.p.load(r.Context(), r.ranks[n], n, to) {
 		return false
 	}
 	for i := range to {
@@ -285,6 +297,8 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	_, ok := r.p.match(r.query(ks, 0))
 	require.True(t, ok, "nobody has looked")
 	require.False(t, r.loaded(0, bs...))
+	require.EqualValues(t, 1, r.failed.Load())
+	require.EqualValues(t, 1, r.damaged.Load(), "rule HOST-04: it is counted, whatever the plugin brings then")
 	_, ok = r.p.match(r.query(ks, 0))
 	require.False(t, ok)
 	_, ok = r.p.match(r.query(ks[:1], 0))
@@ -295,6 +309,54 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	r.next = slots[1]
 	r.save(0, bs[1])
 	require.True(t, r.loaded(0, bs...), "it was written again")
+	require.EqualValues(t, 1, r.failed.Load())
+}
+
+// What is wrong in a slot is counted and logged as what a plugin loads wrongly, and what was given up meanwhile is counted apart.
+func TestPlacedFailuresAreCounted(t *testing.T) {
+	var log testkit.Log
+	h := &Host{log: slog.New(slog.NewTextHandler(&log, nil))}
+	var err error
+	h.metrics, err = newMetrics(nil, "X", TrustInPlace)
+	require.NoError(t, err)
+	h.placedFailed(3, 0)
+	require.Empty(t, log.String())
+	h.placedFailed(2, 1)
+	require.Contains(t, log.String(), "damaged blocks in the connector's memory")
+	require.InDelta(t, 5, testutil.ToFloat64(h.metrics.placedFailed), 0)
+	require.InDelta(t, 1, testutil.ToFloat64(h.metrics.integrity), 0)
+}
+
+// Rule HOST-03: what the host copies by itself is given up at its deadline, and ends no plugin, which knows nothing of it.
+func TestPlacedLoadEndsAtItsDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newPlacedRig(t, 1, all())
+		bs := r.fill(keys(1, 3), 0)
+		r.save(0, bs...)
+		h := &Host{place: r.p, ranks: r.ranks}
+		var err error
+		h.metrics, err = newMetrics(nil, "X", TrustInPlace)
+		require.NoError(t, err)
+		load := func(ctx context.Context) tracker.Outcome {
+			g := &generation{workers: []connector.Worker{nil}} // whoever calls the plugin ends the test
+			return h.move(ctx, g, &tracker.Move{Kind: tracker.Load, Transfer: &connector.Transfer{Blocks: bs}, Check: bs}, nil)
+		}
+		hands := r.ranks[0].hands
+		for range cap(hands) { // others keep all cores busy
+			hands <- struct{}{}
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		require.ErrorIs(t, load(ctx).Err, context.DeadlineExceeded)
+		for range cap(hands) {
+			<-hands
+		}
+		require.ErrorIs(t, load(ctx).Err, context.DeadlineExceeded, "nothing is begun after the deadline")
+		require.Empty(t, hands)
+		require.Empty(t, r.p.takeUsed())
+		require.Equal(t, tracker.Outcome{}, load(t.Context()))
+		require.InDelta(t, 3, testutil.ToFloat64(h.metrics.placed), 0)
+	})
 }
 
 // A load that brought a wrong block teaches nothing: the slots that it names may hold what was wrong.
@@ -321,6 +383,8 @@ func TestPlacementForgetsOtherLengths(t *testing.T) {
 	_, ok := r.p.match(r.query(ks, 0))
 	require.True(t, ok)
 	require.False(t, r.loaded(0, bs...))
+	require.EqualValues(t, 1, r.failed.Load())
+	require.Zero(t, r.damaged.Load())
 	_, ok = r.p.match(r.query(ks, 0))
 	require.False(t, ok)
 }
@@ -363,7 +427,8 @@ func TestPlacementOfLoads(t *testing.T) {
 	require.Empty(t, w.used, "until the first load that names slots, uses wait for a save")
 	require.True(t, r.loaded(0, bs...))
 	load()
-	require.Equal(t, slices.Repeat(w.slots, 2), w.used)
+	require.Len(t, w.used, 2*len(w.slots))
+	require.Equal(t, w.slots, slices.Compact(w.used), "in the order in which they were read, each as often as it was read")
 	load()
 	require.Empty(t, w.used, "each read is told once")
 	r.p.pause()

@@ -85,6 +85,7 @@ type server struct {
 	came      bool               // one ever attached
 	since     time.Time          // when the last connection ended
 	sched     *conn
+	reserved  bool          // an engine that stores pages is getting its memory
 	seats     map[int]*seat // by rank
 	version   uint64        // of seats and of who steps
 	settled   uint64        // the version that the keeper has dealt with

@@ -78,6 +78,10 @@ func (s *server) attachPages(c *conn, id uint64, m *kvportv1.AgentAttachPages) e
 	if err := checkHashes(a.Hashes, &s.cfg.Transfer.Settings); err != nil {
 		return err
 	}
+	if err := s.reserve(); err != nil {
+		return err
+	}
+	defer s.unreserve()
 	p, layout, err := newPageStore(s, a)
 	if err != nil {
 		return err
@@ -90,8 +94,8 @@ func (s *server) attachPages(c *conn, id uint64, m *kvportv1.AgentAttachPages) e
 	}
 	brought.model, brought.shape = pageFingerprints(a)
 	s.mu.Lock()
-	if s.sched != nil || len(s.seats) > 0 {
-		err = fmt.Errorf("attach_pages: this agent serves another process: %w", connector.ErrBusy)
+	if s.served() {
+		err = errServed
 	}
 	if err == nil && s.pages == nil {
 		s.pages, err = newPageMetrics(s.ledger)
@@ -110,6 +114,26 @@ func (s *server) attachPages(c *conn, id uint64, m *kvportv1.AgentAttachPages) e
 	s.log.Info("attached", "pid", c.pid, "side", "pages", "engine", a.Engine, "page_bytes", a.Bytes(), "pages", a.Pages)
 	c.await(sent)
 	return err
+}
+
+// served says whether a process is attached. The caller holds mu.
+func (s *server) served() bool { return s.sched != nil || len(s.seats) > 0 }
+
+// reserve keeps the agent for one engine while its memory for pages is made, so that others cost no memory before they are refused.
+func (s *server) reserve() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.served() || s.reserved {
+		return errServed
+	}
+	s.reserved = true
+	return nil
+}
+
+func (s *server) unreserve() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.reserved = false
 }
 
 // serves refuses a connector that cannot keep pages. A nil store has no wishes.

@@ -27,6 +27,7 @@ const (
 var (
 	errMemory = errors.New("the engine's memory is smaller than it was")
 	errLost   = errors.New("no memory is left for pages: somebody that a dead plugin left behind may write all of it")
+	errServed = fmt.Errorf("attach_pages: this agent serves another process: %w", connector.ErrBusy)
 )
 
 // pageStore serves an engine that moves pages between its own memory and a store, and schedules itself. To the

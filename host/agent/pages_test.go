@@ -435,8 +435,12 @@ func TestPagesRefused(t *testing.T) {
 			<-p.over
 		})
 	}
+	large := pagesAt()
+	large.Pages, large.Lengths = wire.MaxPages, []int64{wire.MaxArena / wire.MaxPages}
+	require.Contains(t, dial(t, o.socket).call(attachPagesCall(large)).GetError().GetMessage(), "ask for fewer pages", "nobody is attached")
 	one := attachPager(t, o.socket, pagesAt())
 	require.Contains(t, dial(t, o.socket).call(attachPagesCall(pagesAt())).GetError().GetMessage(), "serves another process")
+	require.Contains(t, dial(t, o.socket).call(attachPagesCall(large)).GetError().GetMessage(), "serves another process", "no memory was made for it")
 	require.Contains(t, dial(t, o.socket).call(attachCall(&wire.Attach{Side: kvportv1.Side_SIDE_SCHEDULER, Engine: "p"})).GetError().GetMessage(), "stores pages for another process")
 	n, _ := one.exists(hashes("a", 1))
 	require.Zero(t, n, "it goes on")
@@ -460,6 +464,18 @@ func TestPagesRefused(t *testing.T) {
 			<-p.over
 		})
 	}
+}
+
+// The agent makes memory for one engine at a time.
+func TestPagesAreReserved(t *testing.T) {
+	s := &server{}
+	require.NoError(t, s.reserve())
+	require.ErrorIs(t, s.reserve(), connector.ErrBusy)
+	s.unreserve()
+	require.NoError(t, s.reserve())
+	s.unreserve()
+	s.seats = map[int]*seat{0: {}}
+	require.ErrorIs(t, s.reserve(), connector.ErrBusy)
 }
 
 // patientPager attaches when the engine before it has left.
