@@ -33,7 +33,7 @@ type placedRig struct {
 	ranks []*rank
 	next  uint32 // slot
 
-	complete bool // says its plugin when it opens
+	complete        bool         // says its plugin when it opens
 	failed, damaged atomic.Int64 // blocks that were found in slots in vain
 }
 
