@@ -50,6 +50,7 @@ fail  SCHED-01 .*\nfail  OPEN-01 `, summary())
 // Some faults break a rule of their own whatever the case is about.
 func TestBlame(t *testing.T) {
 	unanswered := errors.Join(errors.New("no answer"), context.DeadlineExceeded)
+	long := time.Now().Add(-time.Minute)
 	for name, c := range map[string]struct {
 		body func(r *rig)
 		want string
@@ -67,14 +68,15 @@ func TestBlame(t *testing.T) {
 			besideAnother(r)
 			r.mustOpen(&Instance{}, errors.New("the disk is full"), "open")
 		}, "RULE-01"},
-		"a close without an answer": {func(r *rig) { r.must(r.endless(unanswered), "close") }, "LIFE-04"},
-		"a close that fails":        {func(r *rig) { r.must(r.endless(errors.New("disk")), "close") }, "RULE-01"},
+		"a close without an answer":               {func(r *rig) { r.must(r.endless(long, unanswered), "close") }, "LIFE-04"},
+		"a close that fails":                      {func(r *rig) { r.must(r.endless(long, errors.New("disk")), "close") }, "RULE-01"},
+		"a close that soon fails in its own time": {func(r *rig) { r.must(r.endless(time.Now(), unanswered), "close") }, "RULE-01"},
 		"a close after another failure": {func(r *rig) {
 			r.Errorf("block 1 is wrong")
-			r.must(r.endless(unanswered), "close")
+			r.must(r.endless(long, unanswered), "close")
 		}, "RULE-01"},
 		"what comes first": {func(r *rig) {
-			r.check(r.endless(unanswered), "close")
+			r.check(r.endless(long, unanswered), "close")
 			r.mustAs("WORK-01", errors.New("save"), "save")
 		}, "LIFE-04"},
 	} {

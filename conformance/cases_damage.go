@@ -42,9 +42,7 @@ func damageCases() []Case {
 		damageCase("oversized", "Files of the backend have grown.", func(_ *rig, files []string) error {
 			return edit(files, func(data []byte) []byte { return append(data, data...) })
 		}),
-		damageCase("removed", "Files of the backend are removed.", func(_ *rig, files []string) error {
-			return replaceEach(files, func(string) error { return nil })
-		}),
+		damageCase("removed", "Files of the backend are removed.", func(_ *rig, files []string) error { return remove(files) }),
 		removedOpenCase(),
 		damageCase("swapped", "Files of the backend have each other's content.", swap),
 		damageCase("foreign", "Links and pipes lie where files of the backend were.", func(r *rig, files []string) error {
@@ -80,7 +78,7 @@ func edit(files []string, change func([]byte) []byte) error {
 // replaceEach puts something else where files are.
 func replaceEach(files []string, with func(path string) error) error {
 	for _, f := range files {
-		if err := os.Remove(f); err != nil {
+		if err := os.Remove(f); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 		if err := with(f); err != nil {
@@ -89,6 +87,8 @@ func replaceEach(files []string, with func(path string) error) error {
 	}
 	return nil
 }
+
+func remove(files []string) error { return replaceEach(files, func(string) error { return nil }) }
 
 // swap gives each file the content of the next.
 func swap(_ *rig, files []string) error {
@@ -108,27 +108,40 @@ func swap(_ *rig, files []string) error {
 	return nil
 }
 
-// state is the backend's files, how long they are and when they changed.
-func state(folder string) (map[string]string, error) {
-	files := map[string]string{}
+// fileState is how long a file is and when it changed.
+type fileState struct{ size, changed int64 }
+
+// state is the backend's files.
+func state(folder string) (map[string]fileState, error) {
+	files := map[string]fileState{}
 	err := filepath.WalkDir(folder, func(path string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil // the backend has removed it meanwhile
+		}
 		if err != nil || !d.Type().IsRegular() {
 			return err
 		}
-		info, err := d.Info()
-		if err == nil {
-			files[path] = fmt.Sprint(info.Size(), " bytes, ", info.ModTime())
+		if info, err := d.Info(); err == nil {
+			files[path] = fileState{info.Size(), info.ModTime().UnixNano()}
 		}
-		return err
+		return nil
 	})
 	return files, err
 }
 
 // changed lists the files that are new or differ, in order.
-func changed(before, after map[string]string) []string {
+func changed(before, after map[string]fileState) []string {
 	files := maps.Clone(after)
-	maps.DeleteFunc(files, func(path, at string) bool { return before[path] == at })
+	maps.DeleteFunc(files, func(path string, at fileState) bool { return before[path] == at })
 	return slices.Sorted(maps.Keys(files))
+}
+
+// files are those of the backend.
+func (r *rig) files(folder string) map[string]fileState {
+	r.Helper()
+	files, err := state(folder)
+	r.must(err, "files of the backend")
+	return files
 }
 
 // damaged saves some blocks that stay as they are and some that are damaged, once while the engine
@@ -141,14 +154,12 @@ func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
 	r.must(e.saveOnly(r.Context(), transfer(blocks(0, kept...))), "save")
 	for life := range 2 {
 		hit := e.keys(6)
-		before, err := state(folder)
-		r.must(err, "files of the backend")
+		before := r.files(folder)
 		from := blocks(0, hit...)
 		e.fill(from...)
 		r.must(e.saveOnly(r.Context(), transfer(from)), "save")
 		e.closeAll() // what it has not written yet
-		after, err := state(folder)
-		r.must(err, "files of the backend")
+		after := r.files(folder)
 		files := changed(before, after)
 		if len(files) == 0 && life == 0 {
 			r.Skipf(noFiles)
@@ -156,18 +167,18 @@ func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
 		if len(files) == 0 && !replaced {
 			r.Skipf("the second save has changed no file of the folder")
 		}
-		if len(files) == 0 {
-			return // it writes into files that are not there any more, which is for removed-open to judge
+		if len(files) == 0 { // it writes into files that are not there any more
+			return // removed-open says whether that matters, where what it keeps outlives its process
 		}
 		apart := len(after) == len(before)+len(files)
 		if life == 1 && r.info.Scope != connector.ScopeEngine {
 			r.must(e.inst.Close(), "end")
-			r.must(damage(r, files), "damage")
+			r.must(damage(r, current(files, before, r.files(folder))), "damage")
 			e = e.life()
 		} else {
 			e.openAll()
 			e.tryMatch(hit) // it may remember what it saw
-			r.must(damage(r, files), "damage")
+			r.must(damage(r, current(files, before, r.files(folder))), "damage")
 		}
 		if found := e.tryMatch(hit); found > len(hit) {
 			r.Errorf("%d of %d blocks offered", found, len(hit))
@@ -181,6 +192,19 @@ func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
 		e.mended(hit)
 		e.works("after the damage was mended")
 	}
+}
+
+// current gives those of some files that are there now. A database may remove its log when it ends, or opens again: if none is there, what lay in
+// them lies in others, which are all that were not there before.
+func current(files []string, before, now map[string]fileState) []string {
+	there := slices.DeleteFunc(slices.Clone(files), func(path string) bool {
+		_, is := now[path]
+		return !is
+	})
+	if len(there) == 0 {
+		return changed(before, now)
+	}
+	return there
 }
 
 // noFiles says why files cannot be damaged.
@@ -197,35 +221,73 @@ func removedOpenCase() Case {
 func removedOpen(r *rig) {
 	folder := r.folder()
 	e := r.engine(setup{})
-	before, err := state(folder)
-	r.must(err, "files of the backend")
+	before := r.files(folder)
 	keys := e.keys(4)
 	e.save(blocks(0, keys...)...)
 	e.closeAll() // what it has not written yet
-	after, err := state(folder)
-	r.must(err, "files of the backend")
-	files := changed(before, after)
-	if len(files) == 0 {
+	r.must(e.inst.Close(), "end")
+	if len(changed(before, r.files(folder))) == 0 {
 		r.Skipf(noFiles)
 	}
-	r.must(e.inst.Close(), "end")
 	e = e.life()
 	if n := e.match(keys...); n < len(keys) {
 		r.Skipf("%d of %d blocks are offered in the engine's next life, so that removed files lose nothing", n, len(keys))
 	}
-	r.must(replaceEach(files, func(string) error { return nil }), "remove files")
-	later := e.keys(4)
-	e.mended(later)
+	e.whole(keys, 8)       // it may keep in memory what it has loaded
+	now := r.files(folder) // they may be others than in the first life: a database begins another log when it opens
+	maps.DeleteFunc(now, func(_ string, is fileState) bool { return is.size == 0 })
+	files := changed(nil, now)
+	r.must(remove(files), "remove files")
+	known, fresh := keys[:2], e.keys(4)
+	e.eventually(e.recovery(), func() string {
+		from := blocks(0, known...)
+		e.fill(from...)
+		if err := e.tryMove(transfer(from), true); err != nil {
+			return fmt.Sprintf("save of blocks that were there: %v", err)
+		}
+		return ""
+	})
+	e.mended(fresh)
 	e.closeAll()
 	r.must(e.inst.Close(), "end")
 	e = e.life()
-	n := e.match(later...)
-	if n == 0 && len(files) > 1 {
+	again, n := e.match(known...), e.match(fresh...)
+	if again+n == 0 && len(files) > 1 {
 		e.works("in the next life after files were removed")
-		return
+		if !e.inOneFile(folder) {
+			return
+		}
 	}
-	r.equal(len(later), n, "blocks offered in the engine's next life, of those saved after files had been removed")
-	e.whole(later, 8)
+	r.equal(len(fresh), n, "blocks offered in the engine's next life, of those saved after files had been removed")
+	r.equal(len(known), again, "blocks offered in the engine's next life, of those that were there and were saved again after files had been removed")
+	if again == len(known) && n == len(fresh) {
+		e.whole(slices.Concat(known, fresh), 8)
+	}
+}
+
+// inOneFile reports whether the connector keeps its blocks in one file that needs no other: a save changes that one only, and what was saved
+// is there in a next life that finds nothing else. It ends the engine.
+func (e *engine) inOneFile(folder string) bool {
+	e.Helper()
+	before := e.files(folder)
+	keys := e.keys(4)
+	e.mended(keys)
+	open := changed(before, e.files(folder))
+	e.closeAll()
+	e.must(e.inst.Close(), "end")
+	now := e.files(folder)
+	one := changed(before, now)
+	if len(one) != 1 || !slices.Equal(one, open) {
+		return false
+	}
+	delete(now, one[0])
+	e.must(remove(changed(nil, now)), "remove files")
+	next := e.reborn()
+	if next.opens() != nil {
+		return false
+	}
+	next.openAll()
+	return next.tryMatch(keys) == len(keys)
 }
 
 // litter puts what is nobody's into a folder.

@@ -1,13 +1,17 @@
 package conformance
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
+	"syscall"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/sdk"
 )
 
 // folderCase is a case in which the backend as a whole fails.
@@ -75,8 +79,7 @@ func foreignFiles(r *rig) {
 	keys := e.keys(4)
 	e.fill(blocks(0, keys...)...)
 	r.must(e.saveOnly(r.Context(), transfer(blocks(0, keys...))), "save")
-	before, err := state(folder)
-	r.must(err, "files of the backend")
+	before := r.files(folder)
 	folders := map[string]bool{folder: true}
 	for path := range before {
 		folders[filepath.Dir(path)] = true
@@ -166,14 +169,22 @@ func readOnlyDisk(r *rig) {
 }
 
 // onReadOnly opens an engine on a read-only disk and gives the number of blocks that are offered. What an engine's own store keeps need not be
-// there in a next life, and so it need not open: then there is nothing that could be read.
+// there in a next life, and so neither side need open: then there is nothing that could be read.
 func (e *engine) onReadOnly(keys []connector.BlockKey) int {
 	e.Helper()
-	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
-	if err != nil {
+	if err := e.opens(); refusesReadOnly(err) {
 		e.unfit(fmt.Sprintf("the disk cannot become read-only under the connector, which keeps files open for writing, and with Scope engine it need not open on one: %v", err))
 	}
-	e.must(s.Close(), "close")
 	e.openAll()
 	return e.match(keys...)
+}
+
+// refusesReadOnly reports whether an error of opening says that a disk is read-only, or that so nothing can be opened. Only its text comes from
+// another process.
+func refusesReadOnly(err error) bool {
+	if err == nil || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, sdk.ErrPanic) {
+		return false
+	}
+	text := strings.ToLower(err.Error())
+	return errors.Is(err, connector.ErrIncompatible) || errors.Is(err, syscall.EROFS) || strings.Contains(text, "read-only") || strings.Contains(text, "readonly")
 }

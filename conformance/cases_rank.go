@@ -110,6 +110,7 @@ func otherWorld(r *rig) {
 	saver.save(blocks(0, keys...)...)
 	r.equal(2, saver.match(keys...), "blocks offered to the engine that saved them")
 	last := saver
+	var ofFewer [][]connector.BlockKey
 	for world := 1; world < ranks; world++ {
 		other := last.beside(setup{world: world})
 		other.env.Shape = saver.env.Shape // so that nothing but the number of ranks differs
@@ -117,11 +118,18 @@ func otherWorld(r *rig) {
 		other.seesNothing("an engine of fewer ranks", keys...)
 		mine := other.keys(2)
 		other.save(blocks(0, mine...)...)
-		if r.info.Scope != connector.ScopeEngine {
-			saver.seesNothing("an engine of more ranks", mine...)
-			r.equal(2, saver.match(keys...), "blocks offered to the engine that saved them, later")
-		}
+		ofFewer = append(ofFewer, mine)
 		last = other
+	}
+	if r.info.Scope == connector.ScopeEngine { // it has ended
+		saver = last.beside(setup{world: ranks})
+		saver.env.Shape = last.env.Shape
+		saver.openAll()
+	} else {
+		r.equal(2, saver.match(keys...), "blocks offered to the engine that saved them, later")
+	}
+	for _, mine := range ofFewer {
+		saver.seesNothing("an engine of more ranks", mine...)
 	}
 }
 

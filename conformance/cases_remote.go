@@ -477,9 +477,16 @@ func remoteOthers(r *rig, s *server) {
 		mark := "kvport-others-" + randomHex(8)
 		foreign = map[string]string{mark + "-1": "theirs", mark + "-2": strings.Repeat("x", 1000)}
 	}
+	theirs := map[string]string{}
+	r.afterwards(func(ctx context.Context) error { return forget(ctx, in, theirs) })
 	for name, value := range foreign {
-		r.done(in.put(r.Context(), name, []byte(value)), "somebody's value")
-		r.afterwards(func(ctx context.Context) error { return in.remove(ctx, name) })
+		r.done(in.put(r.Context(), name, []byte(value)), "put a value of somebody else")
+		theirs[name] = value
+		have, err := in.get(r.Context(), name)
+		r.done(err, "get a value of somebody else")
+		if string(have) != value {
+			r.inconclusive("what is read of value %s is not what was put there", name)
+		}
 	}
 	e := r.engine(setup{})
 	keys := e.stored(6)
@@ -487,10 +494,43 @@ func remoteOthers(r *rig, s *server) {
 	r.equal(0, e.tryMatch(e.keys(2)), "blocks offered that nobody saved")
 	e.closeAll()
 	for name, value := range foreign {
-		if have, err := in.get(r.Context(), name); err != nil || string(have) != value {
-			r.Errorf("value %s of somebody else has changed (error: %v)", name, err)
+		have, there := e.foreign(in, name, value)
+		switch {
+		case !there:
+			r.Errorf("value %s of somebody else is gone", name)
+		case string(have) != value:
+			r.Errorf("value %s of somebody else has changed", name)
 		}
 	}
+}
+
+// forget removes values, as far as the server of the case can.
+func forget(ctx context.Context, in stock, values map[string]string) error {
+	var errs []error
+	for name := range values {
+		if err := in.remove(ctx, name); !errors.Is(err, errCannot) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// foreign reads somebody's value. A control program fails in the same way whether a value is gone or it cannot tell: that a value is gone is
+// believed if the program says so twice, and finds the value when it has put it there again.
+func (e *engine) foreign(in stock, name, value string) (have []byte, there bool) {
+	e.Helper()
+	for range 2 {
+		have, err := in.get(e.Context(), name)
+		if !absent(err) {
+			e.done(err, "get a value of somebody else")
+			return have, true
+		}
+		e.pause(10 * askAgain)
+	}
+	e.done(in.put(e.Context(), name, []byte(value)), "put a value of somebody else")
+	_, err := in.get(e.Context(), name)
+	e.done(err, "get a value of somebody else")
+	return nil, false
 }
 
 func remoteOutageLog(r *rig, s *server) {

@@ -20,7 +20,7 @@ func workCases() []Case {
 		storeCase("done-context", "WORK-07", "Calls whose context is done return within 2 s.", doneContext),
 		storeCase("amid-call", "WORK-07", "Calls whose context ends while they run return within 2 s.", amidCall),
 		storeCase("cancelled-save", "WORK-08", "Whatever a cancelled save left behind is whole.", cancelledSave),
-		storeCase("offered-whole", "WORK-08", "While up to 500 blocks are saved, what is offered of them is loaded at once, and right.", offeredWhole),
+		storeCase("offered-whole", "WORK-08", "While up to 500 blocks are saved, what is offered of them is loaded at once, and right; then all are offered.", offeredWhole),
 		storeCase("concurrent", "WORK-09", "Loads and saves of the same blocks run at the same time.", concurrent),
 		storeCase("error-kind", "ERR-02", "A load of an absent block fails with ErrGone.", errorKind),
 	}
@@ -287,30 +287,32 @@ func offeredWhole(r *rig) {
 	}
 }
 
-// offeredMeanwhile saves blocks, and says what is wrong with those that are offered meanwhile; "" if nothing is. It loads the last of them
-// into the slots from first on.
+// offeredMeanwhile saves blocks, and says what is wrong with those that are offered meanwhile or afterwards; "" if nothing is. It loads the last
+// of them into the slots from first on. In the end all must be offered, also by a connector that answers no Match while it saves.
 func (e *engine) offeredMeanwhile(keys []connector.BlockKey, first, last int) (wrong string) {
 	e.Helper()
-	worker, save := e.workers[0], transfer(blocks(0, keys...))
+	save := transfer(blocks(0, keys...))
 	e.fill(save.Blocks...)
 	var failed error
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		failed = worker.Save(e.Context(), &save, e.kv[0])
+		failed = e.moveRank(e.Context(), 0, &save, true)
 	}()
 	defer func() { <-ended }() // also when a Match ends the case: nothing is closed under it
-	for running := true; running && wrong == ""; {
+	for running := true; running; {
 		select {
 		case <-ended:
 			running = false
 		default:
+			if wrong = e.brings(keys[:min(e.tryMatch(keys), len(keys))], first, last); wrong != "" {
+				return wrong
+			}
 		}
-		wrong = e.brings(keys[:min(e.tryMatch(keys), len(keys))], first, last)
 	}
-	<-ended
 	e.must(failed, "save")
-	return wrong
+	e.equal(len(keys), e.match(keys...), "blocks offered after they were saved")
+	return e.brings(keys, first, last)
 }
 
 // brings loads the last of the blocks that are offered into the slots from first on, and says what is wrong with that; "" if nothing is.
@@ -323,11 +325,11 @@ func (e *engine) brings(offered []connector.BlockKey, first, last int) string {
 	e.wipe(0x55, to...)
 	load := transfer(to)
 	if err := e.moveRank(e.Context(), 0, &load, false); err != nil {
-		return fmt.Sprintf("%d blocks were offered while they were saved, and the last of them could not be loaded: %v", len(offered), err)
+		return fmt.Sprintf("%d blocks were offered of those that a save writes, and the last of them could not be loaded: %v", len(offered), err)
 	}
 	for _, b := range to {
 		if d := e.differs(b); d != "" {
-			return fmt.Sprintf("%d blocks were offered while they were saved: %s", len(offered), d)
+			return fmt.Sprintf("%d blocks were offered of those that a save writes: %s", len(offered), d)
 		}
 	}
 	return ""

@@ -186,8 +186,8 @@ func complaint(r Result) string {
 	case r.Status == Fail:
 		return fmt.Sprintf("rule %s: %s", r.Rule, r.Text)
 	case r.Status == Inconclusive && os.Getenv(MayBeInconclusive) == "":
-		return fmt.Sprintf("rule %s: there is no verdict, since the machine was too busy in each of %d runs of the case: run it again on a machine that does less",
-			r.Rule, repeats+1)
+		why, _, _ := strings.Cut(strings.Join(r.Log, "\n"), "\n")
+		return fmt.Sprintf("rule %s: there is no verdict after %d runs of the case: %s", r.Rule, repeats+1, why)
 	}
 	return ""
 }
@@ -308,12 +308,16 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		rec.trouble("start", err)
 		return rec.result(c)
 	}
-	hung := !within(ctx, func() { runCase(c, rec, seeded{h, s}) })
+	patience := grace
+	if hasControl(h) { // its program may have to undo what a case did
+		patience += controlLimit
+	}
+	hung := !within(ctx, patience, func() { runCase(c, rec, seeded{h, s}) })
 	switch {
 	case run.Err() != nil:
 		rec.note(Inconclusive, "interrupted before it had ended")
 	case hung:
-		rec.Errorf("still running %v after its deadline of %v; left behind:\n%s", grace, s.deadline, stacks())
+		rec.Errorf("still running %v after its deadline of %v; left behind:\n%s", patience, s.deadline, stacks())
 	}
 	if d, ok := h.(interface{ lastWords() []string }); ok && rec.is(Fail) {
 		rec.words = append(d.lastWords(), rec.words...)
@@ -325,7 +329,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		if err != nil {
 			rec.trouble("close", err)
 		}
-	case <-time.After(2 * grace):
+	case <-time.After(grace + patience):
 		rec.Errorf("the connector does not close")
 		hung = true
 	}
@@ -338,8 +342,8 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	return rec.result(c)
 }
 
-// within runs f and reports whether it ended before ctx plus grace.
-func within(ctx context.Context, f func()) bool {
+// within runs f and reports whether it ended before ctx, or not long after it.
+func within(ctx context.Context, after time.Duration, f func()) bool {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -353,7 +357,7 @@ func within(ctx context.Context, f func()) bool {
 	select {
 	case <-done:
 		return true
-	case <-time.After(grace):
+	case <-time.After(after):
 		return false
 	}
 }

@@ -1,7 +1,7 @@
 package conformance
 
 import (
-	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,7 +24,7 @@ const UniqueVariable = "KVPORT_UNIQUE"
 // end with 1 or 2.
 const cannot = 64
 
-// controlLimit is how long one call of a control program may take.
+// controlLimit is how long one call of a control program may take, also when its case is over.
 const controlLimit = 10 * time.Second
 
 var (
@@ -40,7 +40,7 @@ var (
 // so the config must have @UNIQUE@. The words are
 //
 //	list         prints the name of each value of the case, one a line
-//	get NAME     prints a value
+//	get NAME     prints a value, or fails if there is none
 //	put NAME     makes its standard input a value
 //	remove NAME  removes a value
 //	restart      the server has lost all values, and its clients their connections
@@ -49,8 +49,9 @@ var (
 //	lock         from now on the server refuses the password of the config
 //	mend         ends full, refuse and lock
 //
-// A case puts, gets and removes values of others, too, whose names begin with "kvport-others-". Before the first case mend is called whether
-// or not there is anything to end, and its exit code does not count then.
+// A case puts, gets and removes values of others, too, whose names begin with "kvport-others-" and which lie beside those of the case. Before
+// the first case mend is called whether or not there is anything to end, and its exit code does not count then. The program has files for its
+// input and output, so that a server which restart leaves running can write to them as long as it likes.
 func Controlled(inner Maker, program string) Maker {
 	if abs, err := filepath.Abs(program); err == nil {
 		program = abs // a bare name means a file here, not one on PATH
@@ -95,6 +96,16 @@ func (b *base) controlledBy(program string, owes *atomic.Bool) error {
 	return nil
 }
 
+// hasControl reports whether a control program changes the servers of a harness.
+func hasControl(h Harness) bool {
+	owner, ok := h.(interface{ remoteServer() *server })
+	if !ok {
+		return false
+	}
+	s := owner.remoteServer()
+	return s != nil && s.control != nil
+}
+
 // control is a program that changes a server.
 type control struct {
 	program, unique string
@@ -102,37 +113,77 @@ type control struct {
 	owes *atomic.Bool // a mend: a word that mend ends was done, or partly; all cases share it
 }
 
-// run calls the program and gives what it prints. What it leaves running may keep its output open: a word may start a server.
+// run calls the program and gives what it prints. It has files for its input and output, not pipes: a server that it starts in the background
+// has them, too, and must not end when it writes a line of its log after the call.
 func (c *control) run(ctx context.Context, in []byte, words ...string) ([]byte, error) {
+	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, controlLimit)
 	defer cancel()
+	input, inErr := nameless(in)
+	output, outErr := nameless(nil)
+	complaints, complaintsErr := nameless(nil)
+	defer func() { _, _, _ = input.Close(), output.Close(), complaints.Close() }()
+	if err := errors.Join(inErr, outErr, complaintsErr); err != nil {
+		return nil, fmt.Errorf("%w: %w", errControl, err)
+	}
 	cmd := exec.CommandContext(ctx, c.program, words...)
 	cmd.Env = append(os.Environ(), UniqueVariable+"="+c.unique)
-	cmd.WaitDelay = time.Second
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) } // with all that a script has started
-	var out, says bytes.Buffer
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(in), &out, &says
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = input, output, complaints
 	err := cmd.Run()
-	if err == nil || errors.Is(err, exec.ErrWaitDelay) {
-		return append([]byte{}, out.Bytes()...), nil // no nil: an empty value is one
+	out, outErr := written(output)
+	says, saysErr := written(complaints)
+	err = cmp.Or(err, outErr, saysErr)
+	if err == nil {
+		return out, nil
 	}
-	call := strings.TrimSpace(strings.Join(words, " ") + ": " + strings.TrimSpace(says.String()))
+	call := strings.TrimSpace(strings.Join(words, " ") + ": " + strings.TrimSpace(string(says)))
 	if exit, is := errors.AsType[*exec.ExitError](err); is && exit.ExitCode() == cannot {
 		return nil, fmt.Errorf("%w: %s", errCannot, strings.TrimSuffix(call, ":"))
 	}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		err = fmt.Errorf("no end after %v: %w", controlLimit, err)
+		err = fmt.Errorf("no end after %v: %w", time.Since(began).Round(time.Second), err)
 	}
 	return nil, fmt.Errorf("%w: %w: %s", errControl, err, strings.TrimSuffix(call, ":"))
 }
 
+// absent reports whether an error may be the answer that there is no such value: of a server, or of a control program that has ended by itself.
+func absent(err error) bool {
+	exit, is := errors.AsType[*exec.ExitError](err)
+	return errors.Is(err, redis.Nil) || errors.Is(err, errControl) && is && exit.Exited()
+}
+
+// nameless is a file that has a content and no name, and goes with whoever has it open last.
+func nameless(content []byte) (*os.File, error) {
+	f, err := os.CreateTemp("", "kvport-control-")
+	if err != nil {
+		return nil, err
+	}
+	_, err = f.WriteAt(content, 0)
+	if err = errors.Join(err, os.Remove(f.Name())); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// written is what a file has by now, never nil.
+func written(f *os.File) ([]byte, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	content := make([]byte, info.Size())
+	_, err = f.ReadAt(content, 0)
+	return content, err
+}
+
 // order calls the program with a word that mend ends.
 func (c *control) order(ctx context.Context, word string) error {
-	c.owes.Store(true)
+	owed := c.owes.Swap(true)
 	_, err := c.run(ctx, nil, word)
 	if errors.Is(err, errCannot) {
-		c.owes.Store(false)
+		c.owes.Store(owed)
 	}
 	return err
 }
@@ -153,11 +204,7 @@ func (c *control) mend(ctx context.Context) error {
 }
 
 // close mends the server if no case has: one that hung was left behind.
-func (c *control) close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), grace)
-	defer cancel()
-	return c.mend(ctx)
-}
+func (c *control) close() error { return c.mend(context.Background()) }
 
 // stock is what lies in a server, seen past the relay.
 type stock interface {
@@ -238,10 +285,11 @@ func (r *rig) done(err error, format string, args ...any) {
 	r.must(err, format, args...)
 }
 
-// afterwards makes a call at the end of the case, also when its time is over.
+// afterwards makes a call at the end of the case, also when its time is over. A case has one at most that a control program answers: for longer
+// nobody waits (see checkCase).
 func (r *rig) afterwards(call func(context.Context) error) {
 	r.closers = append(r.closers, func() error {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), grace)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), controlLimit)
 		defer cancel()
 		return call(ctx)
 	})

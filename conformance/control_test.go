@@ -3,6 +3,7 @@ package conformance
 import (
 	"context"
 	"encoding/json"
+	"net"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -23,10 +24,10 @@ func TestControl(t *testing.T) {
 cd "$(dirname "$0")" || exit 1
 mkdir -p "$KVPORT_UNIQUE"
 case $1 in
-list) ls "$KVPORT_UNIQUE" ;;
-get) cat "$KVPORT_UNIQUE/$2" ;;
-put) cat > "$KVPORT_UNIQUE/$2" ;;
-remove) rm "$KVPORT_UNIQUE/$2" ;;
+list) find "$KVPORT_UNIQUE" -type f | sort ;;
+get) cat "./$2" ;;
+put) cat > "./$2" ;;
+remove) rm "./$2" ;;
 *) exit 64 ;;
 esac
 `), 0o700))
@@ -45,19 +46,22 @@ esac
 		require.NoError(t, err)
 		require.Empty(t, names)
 		value := []byte("\x00\nvalue\n\n")
-		require.NoError(t, c.put(t.Context(), "a name", value))
-		require.NoError(t, c.put(t.Context(), "b", nil))
+		first, second := c.unique+"/a name", c.unique+"/b"
+		require.NoError(t, c.put(t.Context(), first, value))
+		require.NoError(t, c.put(t.Context(), second, nil))
+		require.NoError(t, c.put(t.Context(), "kvport-others-1", value))
 		names, err = c.names(t.Context())
 		require.NoError(t, err)
-		require.Equal(t, []string{"a name", "b"}, names)
-		have, err := c.get(t.Context(), "a name")
+		require.Equal(t, []string{first, second}, names)
+		have, err := c.get(t.Context(), first)
 		require.NoError(t, err)
 		require.Equal(t, value, have)
-		require.NoError(t, c.remove(t.Context(), "a name"))
-		_, err = c.get(t.Context(), "a name")
+		require.NoError(t, c.remove(t.Context(), first))
+		_, err = c.get(t.Context(), first)
 		require.ErrorIs(t, err, errControl)
-		require.ErrorContains(t, err, "the control program of the server failed: exit status 1: get a name: ")
-		have, err = c.get(t.Context(), "b")
+		require.True(t, absent(err))
+		require.ErrorContains(t, err, "the control program of the server failed: exit status 1: get "+first+": ")
+		have, err = c.get(t.Context(), second)
 		require.NoError(t, err)
 		require.Equal(t, []byte{}, have, "an empty value is one")
 		_, err = c.run(t.Context(), nil, "restart")
@@ -107,10 +111,11 @@ esac
 	require.NoError(t, c.mend(ctx))
 	require.NoError(t, c.mend(ctx))
 	require.ErrorIs(t, c.order(ctx, "refuse"), errControl)
+	require.ErrorIs(t, c.order(ctx, "lock"), errCannot, "what it owes it still owes")
 	require.NoError(t, h.Close())
 	calls, err := os.ReadFile(filepath.Join(folder, "calls"))
 	require.NoError(t, err)
-	require.Equal(t, []string{"mend", "lock", "full", "mend", "refuse", "mend"}, strings.Fields(string(calls)))
+	require.Equal(t, []string{"mend", "lock", "full", "mend", "refuse", "lock", "mend"}, strings.Fields(string(calls)))
 
 	c, h, _ = controlled(t, "[ $1 = full ] || exit 64\n")
 	require.NoError(t, c.order(ctx, "full"))
@@ -119,11 +124,13 @@ esac
 	require.ErrorContains(t, err, "it knows no mend for what it did")
 }
 
-// A word may start a server that goes on. A program whose time is over is killed with all that it has started.
+// A word may start a server that goes on, and writes when the call is over. A program whose time is over is killed with all that it has started.
 func TestControlLeaves(t *testing.T) {
 	c, h, folder := controlled(t, `
 case $1 in
-restart) sleep 1000 & echo $! > left ;;
+restart)
+	(until [ -e over ]; do sleep 0.05; done; echo one; echo two >&2; echo three; touch alive; exec sleep 1000) &
+	echo $! > left ;;
 full) sleep 1000 & echo $! > left; echo waiting > now; wait ;;
 esac
 `)
@@ -136,6 +143,11 @@ esac
 	}
 	_, err := c.run(t.Context(), nil, "restart")
 	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "over"), nil, 0o600))
+	require.Eventually(t, func() bool {
+		_, err := os.Stat(filepath.Join(folder, "alive"))
+		return err == nil
+	}, time.Minute, 10*time.Millisecond)
 	require.NoError(t, syscall.Kill(left(), syscall.SIGKILL), "what it has started goes on")
 
 	ctx, cancel := context.WithCancel(t.Context())
@@ -154,4 +166,52 @@ esac
 		return err != nil || strings.Contains(string(text), ") Z ")
 	}, time.Minute, 10*time.Millisecond)
 	require.NoError(t, h.Close())
+}
+
+// What a program is killed for is not its answer that there is no value.
+func TestControlThatIsKilled(t *testing.T) {
+	c, h, _ := controlled(t, "[ $1 = get ] && kill -9 $$\nexit 64\n")
+	_, err := c.get(t.Context(), "a")
+	require.ErrorIs(t, err, errControl)
+	require.False(t, absent(err))
+	require.ErrorIs(t, c.put(t.Context(), "a", nil), errCannot)
+	require.NoError(t, h.Close())
+}
+
+// A server may be mended slowly, also when the time of the case is over. What fails to be mended hides no other failure.
+func TestControlHasItsTime(t *testing.T) {
+	if testing.Short() {
+		t.Skip("waits for a slow program")
+	}
+	folder := t.TempDir()
+	program := filepath.Join(folder, "control")
+	require.NoError(t, os.WriteFile(program, []byte("#!/bin/sh\n[ $1 = mend ] || { touch '"+folder+"/full'; exit 0; }\nrm '"+folder+"/full' && sleep 6\n"), 0o700))
+	newHarness := Controlled(InProcess(connector.Plugin{}, json.RawMessage(`{"url": "@PROXY:127.0.0.1:1@", "bucket": "@UNIQUE@"}`)), program)
+	warmUp()
+	c := Case{ID: "case", Run: func(c T, h Harness) {
+		r := newRig(c, h)
+		defer r.close()
+		control := r.server().control
+		require.NoError(t, control.order(t.Context(), "full"))
+		r.afterwards(control.mend)
+		<-c.Context().Done()
+	}}
+	r := checkCase(t.Context(), c, newHarness, settings{deadline: time.Second})
+	require.Equal(t, Pass, r.Status, "%v", r.Log)
+
+	h, err := newHarness()
+	require.NoError(t, err)
+	require.NoError(t, h.(*inProcess).remoteServer().control.order(t.Context(), "full"))
+	require.NoError(t, h.Close(), "what the case did not mend")
+	require.NoFileExists(t, filepath.Join(folder, "full"))
+}
+
+// A control program that fails is no excuse for something else that fails.
+func TestControlIsNoExcuse(t *testing.T) {
+	c, h, _ := controlled(t, "exit 1\n")
+	require.ErrorIs(t, c.order(t.Context(), "full"), errControl)
+	require.NoError(t, h.(*inProcess).proxies[0].Close())
+	err := h.Close()
+	require.ErrorIs(t, err, net.ErrClosed)
+	require.NotErrorIs(t, err, errControl)
 }

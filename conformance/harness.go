@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -205,8 +206,9 @@ func (b base) Folder() string { return b.dir }
 // Close implements Harness.
 func (b base) Close() error {
 	var errs []error
+	var mending error
 	if b.control != nil {
-		errs = append(errs, b.control.close())
+		mending = b.control.close()
 	}
 	for _, r := range b.proxies {
 		errs = append(errs, r.Close())
@@ -217,7 +219,7 @@ func (b base) Close() error {
 	if b.dir != "" {
 		errs = append(errs, os.RemoveAll(b.dir))
 	}
-	return errors.Join(errs...)
+	return cmp.Or(errors.Join(errs...), mending) // what a control program fails to do says nothing of the rest
 }
 
 // remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.

@@ -129,9 +129,10 @@ func (r *rig) openBeside(i *Instance) (first *engine) {
 	return first
 }
 
-// endless blames a Close that is not answered, whatever the case is about: it waits for what an earlier call has left.
-func (r *rig) endless(closing error) error {
-	if errors.Is(closing, context.DeadlineExceeded) {
+// endless blames a Close that began at a moment and is not answered, whatever the case is about: it waits for what an earlier call has left. One
+// that soon answers with an error of its own is no such thing, whatever the error is.
+func (r *rig) endless(began time.Time, closing error) error {
+	if errors.Is(closing, context.DeadlineExceeded) && time.Since(began) >= soon {
 		r.blame("LIFE-04")
 	}
 	return closing
@@ -321,7 +322,7 @@ func (e *engine) closeScheduler() error {
 	if s == nil {
 		return nil
 	}
-	return e.endless(s.Close())
+	return e.endless(time.Now(), s.Close())
 }
 
 func (e *engine) closeWorker(rank int) error {
@@ -330,7 +331,7 @@ func (e *engine) closeWorker(rank int) error {
 	if w == nil {
 		return nil
 	}
-	return e.endless(w.Close())
+	return e.endless(time.Now(), w.Close())
 }
 
 func (e *engine) closeAll() {

@@ -89,6 +89,26 @@ func (e *engine) reborn() *engine {
 	return n
 }
 
+// opens opens and closes one side after the other, and gives the error of the first that does not open.
+func (e *engine) opens() error {
+	e.Helper()
+	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
+	if err != nil {
+		return err
+	}
+	e.must(e.endless(time.Now(), s.Close()), "close the scheduler side")
+	for rank := range e.workers {
+		env := e.env
+		env.Rank = rank
+		w, err := e.inst.Worker(e.Context(), env, e.config)
+		if err != nil {
+			return err
+		}
+		e.must(e.endless(time.Now(), w.Close()), "close the worker side of rank %d", rank)
+	}
+	return nil
+}
+
 // survived opens the next life of an engine. The first sure blocks must be there, as far as Scope
 // says so; whatever else is offered must be whole; and everything can be saved and loaded again.
 func (e *engine) survived(keys []connector.BlockKey, sure int) {
@@ -302,11 +322,11 @@ func (e *engine) endWithCase() {
 		var errs []error
 		for _, w := range e.workers {
 			if w != nil {
-				errs = append(errs, e.endless(w.Close()))
+				errs = append(errs, e.endless(time.Now(), w.Close()))
 			}
 		}
 		if e.scheduler != nil {
-			errs = append(errs, e.endless(e.scheduler.Close()))
+			errs = append(errs, e.endless(time.Now(), e.scheduler.Close()))
 		}
 		return errors.Join(errs...)
 	})

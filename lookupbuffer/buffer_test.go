@@ -84,6 +84,22 @@ func (d *kv) Delete(_ context.Context, key string) error {
 	return nil
 }
 
+// ranged is a kv that reads parts of values, and counts the values that are read whole.
+type ranged struct {
+	*kv
+	whole int
+}
+
+func (d *ranged) Get(ctx context.Context, key string) ([]byte, error) {
+	d.whole++
+	return d.kv.Get(ctx, key)
+}
+
+func (d *ranged) GetRange(ctx context.Context, key string, at, n int) (part []byte, size int, err error) {
+	value, err := d.kv.Get(ctx, key)
+	return value[min(at, len(value)):min(at+n, len(value))], len(value), err
+}
+
 func TestDatabase(t *testing.T) {
 	for _, keep := range []bool{false, true} {
 		cases := lookupbuffertest.Cases()
@@ -247,17 +263,37 @@ func TestDatabaseVersions(t *testing.T) {
 		"longer":              {"blocks" + string(digests), true},
 		"shorter":             {"b", true},
 	} {
-		d := &kv{values: map[string][]byte{}}
-		if c.stored != "" {
-			d.values[at.String()] = []byte(c.stored)
+		for _, parts := range []bool{false, true} {
+			d := &ranged{kv: &kv{values: map[string][]byte{}}}
+			if c.stored != "" {
+				d.values[at.String()] = []byte(c.stored)
+			}
+			var of lookupbuffer.KV = d.kv
+			if parts {
+				of = d
+			}
+			b := lookupbuffer.NewDatabase(of, lookupbuffer.DatabaseOptions{Keep: true})
+			require.NoError(t, b.Insert(t.Context(), []connector.Item{{Key: at, Spans: [][]byte{[]byte("block"), digests}}}))
+			want := c.stored
+			if c.want {
+				want = "block" + string(digests)
+			}
+			require.Equal(t, want, string(d.values[at.String()]), name)
+			require.Zero(t, d.whole, "a value of which a part is enough is not read whole")
+			require.NoError(t, b.Close())
 		}
-		b := lookupbuffer.NewDatabase(d, lookupbuffer.DatabaseOptions{Keep: true})
-		require.NoError(t, b.Insert(t.Context(), []connector.Item{{Key: at, Spans: [][]byte{[]byte("block"), digests}}}))
-		want := c.stored
-		if c.want {
-			want = "block" + string(digests)
-		}
-		require.Equal(t, want, string(d.values[at.String()]), name)
-		require.NoError(t, b.Close())
 	}
+}
+
+// A block without digests is compared by its length.
+func TestDatabaseWithoutDigests(t *testing.T) {
+	d := &ranged{kv: &kv{values: map[string][]byte{}}}
+	b := lookupbuffer.NewDatabase(d, lookupbuffer.DatabaseOptions{Keep: true})
+	at := connector.StoreKey{7}
+	for _, put := range []struct{ block, want string }{{"one", "one"}, {"two", "one"}, {"three", "three"}} {
+		require.NoError(t, b.Insert(t.Context(), []connector.Item{{Key: at, Spans: [][]byte{[]byte(put.block)}}}))
+		require.Equal(t, put.want, string(d.values[at.String()]))
+	}
+	require.Zero(t, d.whole)
+	require.NoError(t, b.Close())
 }

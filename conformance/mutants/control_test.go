@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
@@ -54,10 +55,15 @@ func controlServer(words []string) (code int) {
 		}
 	case "remove":
 		err = c.Del(ctx, words[1]).Err()
+	case "refuse":
+		err = jam(ctx, c)
 	default:
 		orders, known := controlOrders()[words[0]]
 		if !known {
 			return 64
+		}
+		if words[0] == "mend" {
+			_ = c.Do(ctx, "script", "kill").Err() // an error where there is none
 		}
 		for _, order := range orders {
 			if err = c.Do(ctx, order...).Err(); err != nil {
@@ -72,13 +78,29 @@ func controlServer(words []string) (code int) {
 	return 0
 }
 
+// jam has the server run a script without an end: it answers every request with BUSY meanwhile.
+func jam(ctx context.Context, c *redis.Client) error {
+	if err := c.Do(ctx, "config", "set", "lua-time-limit", "20").Err(); err != nil {
+		return err
+	}
+	o := *c.Options()
+	o.ReadTimeout, o.MaxRetries = 20*time.Millisecond, -1
+	once := redis.NewClient(&o)
+	defer once.Close()
+	_ = once.Do(ctx, "eval", "while true do end", "0").Err() // nobody waits for the answer
+	for {
+		if err := c.Ping(ctx).Err(); err != nil && strings.HasPrefix(err.Error(), "BUSY") {
+			return nil
+		}
+	}
+}
+
 func controlOrders() map[string][][]any {
 	return map[string][][]any{
 		"restart": {{"flushall"}, {"client", "kill", "type", "normal", "skipme", "yes"}},
 		"full":    {{"config", "set", "maxmemory-policy", "noeviction"}, {"config", "set", "maxmemory", "1"}},
-		"refuse":  {{"acl", "setuser", "default", "-@all"}},
 		"lock":    {{"config", "set", "requirepass", "another"}},
-		"mend":    {{"config", "set", "maxmemory", "0"}, {"acl", "setuser", "default", "+@all"}, {"config", "set", "requirepass", password}},
+		"mend":    {{"config", "set", "maxmemory", "0"}, {"config", "set", "requirepass", password}},
 	}
 }
 
@@ -110,9 +132,9 @@ func TestControlledServer(t *testing.T) {
 	found := map[string]bool{}
 	for _, m := range mutants.All() {
 		switch m.Case {
-		case "remote-restart", "remote-length", "remote-swapped", "remote-evicted", "remote-flushed", "remote-full", "remote-others":
+		case "remote-restart", "remote-length", "remote-swapped", "remote-evicted", "remote-flushed", "remote-full", "remote-busy", "remote-others":
 		default:
-			continue // the faults of the others are about the words of a Redis server
+			continue // the faults of the others do not show with a control program
 		}
 		var c mutants.RemoteConfig
 		require.NoError(t, json.Unmarshal([]byte(m.Config), &c))
@@ -125,7 +147,32 @@ func TestControlledServer(t *testing.T) {
 		}
 		found[m.Case] = true
 	}
-	require.Len(t, found, 7)
+	require.Len(t, found, 8)
+}
+
+// What a control program does not know of the words for values of others, or fails to do, is never a fault of the connector.
+func TestOthersBehindAControlProgram(t *testing.T) {
+	maker, inner := controlled(t), plugin(t, "kvport-control")
+	const third = `if [ $1 = get ]; then echo >> "$0.gets"; n=$(wc -l < "$0.gets"); else n=0; fi; ` // of each run two come before the connector opens
+	for name, c := range map[string]struct {
+		script string
+		want   conformance.Status
+		says   string
+	}{
+		"no remove":             {"[ $1 = remove ] && exit 64", conformance.Pass, ""},
+		"no get":                {"[ $1 = get ] && exit 64", conformance.Skip, "does not do it: get"},
+		"a get that fails once": {third + "[ $n = 3 ] && exit 1", conformance.Pass, ""},
+		"gets that fail":        {third + "[ $n -gt 2 ] && exit 1", conformance.Inconclusive, "get a value of somebody else: "},
+		"gets that are killed":  {third + "[ $n -gt 2 ] && kill -9 $$", conformance.Inconclusive, "signal: killed"},
+		"a get of another":      {"[ $1 = get ] && { echo another; exit; }", conformance.Inconclusive, "is not what was put there"},
+	} {
+		path := filepath.Join(t.TempDir(), "control")
+		require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\nexec '"+inner+"' \"$@\"\n"), 0o700))
+		o := conformance.Options{Profiles: []conformance.Profile{conformance.Remote}, Only: []string{"remote-others"}}
+		r := conformance.Check(t.Context(), maker("", path), o)[0]
+		require.Equal(t, c.want, r.Status, "%s: %v", name, r.Log)
+		require.Contains(t, strings.Join(r.Log, "\n"), c.says, name)
+	}
 }
 
 // What a control program cannot do is skipped, and one that fails says nothing of the connector.

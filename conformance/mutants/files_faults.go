@@ -143,6 +143,8 @@ func damageFaults() []fileFault {
 			return nil
 		}},
 		{"unlinked", "removed-open", "goes on in a file that was removed", false, inOneFile},
+		{"beside", "removed-open", "goes on in a file that was removed, beside one that it does not need", false, inOneFileBeside},
+		{"known", "removed-open", "skips the save of what it knows from a file that was removed", false, inOneFileAgain},
 		{"readwrite", "read-only-disk", "reads only what it could write", false, func(b *badFiles) error {
 			b.get = func(it connector.Item) error {
 				f, err := os.OpenFile(b.path(it.Key), os.O_RDWR, 0)

@@ -33,6 +33,10 @@ func heldMutants() []Mutant {
 			Name: "ignores the Shape in a folder of one engine", Case: "other-shape", Config: `{"dir": "@TMP@/kv"}`,
 			Plugin: func() connector.Plugin { return shapeless(held(connector.ScopeEngine, folderOf)) },
 		},
+		{
+			Name: "offers several ranks what one rank has saved in a folder of one engine", Case: "other-world", Config: `{"dir": "@TMP@/kv"}`,
+			Plugin: func() connector.Plugin { return alsoOfOne(held(connector.ScopeEngine, folderOf)) },
+		},
 	}
 }
 
@@ -55,6 +59,45 @@ func shapeless(p connector.Plugin) connector.Plugin {
 	}
 	return p
 }
+
+// alsoOfOne offers an engine of several ranks also what is stored for an engine of one.
+func alsoOfOne(p connector.Plugin) connector.Plugin {
+	scheduler := p.Scheduler
+	p.Scheduler = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
+		own, err := scheduler(ctx, env, config)
+		if err != nil || env.World == 1 {
+			return own, err
+		}
+		env.World = 1
+		other, err := scheduler(ctx, env, config)
+		if err != nil {
+			return nil, errors.Join(err, own.Close())
+		}
+		return &eitherScheduler{own, other}, nil
+	}
+	return p
+}
+
+// eitherScheduler offers what either of two offers.
+type eitherScheduler struct{ one, other connector.Scheduler }
+
+// Match implements connector.Scheduler.
+func (s *eitherScheduler) Match(ctx context.Context, queries []connector.Query) ([]connector.Match, error) {
+	best, err := s.one.Match(ctx, queries)
+	if err != nil {
+		return nil, err
+	}
+	more, err := s.other.Match(ctx, queries)
+	for i, m := range more {
+		if m.Tokens > best[i].Tokens {
+			best[i] = m
+		}
+	}
+	return best, err
+}
+
+// Close implements connector.Scheduler.
+func (s *eitherScheduler) Close() error { return errors.Join(s.one.Close(), s.other.Close()) }
 
 // held keeps its blocks in what folder makes of the configured one.
 func held(scope connector.Scope, folder func(dir, engine string) string) connector.Plugin {

@@ -56,6 +56,13 @@ func TestStoreReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.StoreReference(), nil))
 }
 
+// A connector that is busy with other calls when a large save comes, and takes it at another try, is right in all cases.
+func TestSavesAreTriedAgain(t *testing.T) {
+	for _, r := range conformance.Check(t.Context(), conformance.InProcess(mutants.AskAgain(), nil), conformance.Options{Only: []string{"offered-whole", "concurrent"}}) {
+		require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+	}
+}
+
 func TestPlacingReference(t *testing.T) {
 	conformance.Run(t, conformance.InProcess(mutants.PlacingReference(), nil))
 	conformance.Run(t, conformance.Wire(mutants.PlacingReference(), nil))

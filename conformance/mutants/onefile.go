@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"sync"
@@ -17,47 +16,99 @@ import (
 
 // inOneFile keeps all blocks in one file, which stays open, as a database does. It does not look whether the file still has its name.
 func inOneFile(b *badFiles) error {
-	file, err := os.OpenFile(filepath.Join(b.dir, "all.log"), os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
+	l, err := openLog(filepath.Join(b.dir, "all.log"))
 	if err != nil {
 		return err
 	}
-	l := &blockLog{file: file, at: map[connector.StoreKey]extent{}}
-	b.lookup, b.get, b.put, b.close = l.lookup, l.get, l.put, file.Close
+	b.lookup, b.get, b.put, b.close = l.lookup, l.get, l.put, l.file.Close
 	return nil
 }
 
-// Paired is a correct connector whose two files need each other, as those of an LSM database do: it keeps its blocks in one, and the other
-// counts them. If one is missing when it opens, it is empty.
+// inOneFileBeside is inOneFile with another file that says its version, and that it never needs.
+func inOneFileBeside(b *badFiles) error {
+	return errors.Join(os.WriteFile(filepath.Join(b.dir, "VERSION"), []byte("1\n"), 0o600), inOneFile(b))
+}
+
+// inOneFileAgain begins another file where the one it has open was removed, but first skips what it knows from that one.
+func inOneFileAgain(b *badFiles) error {
+	path := filepath.Join(b.dir, "all.log")
+	l, err := openLog(path)
+	if err != nil {
+		return err
+	}
+	b.lookup = func(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
+		if err := l.renew(path); err != nil {
+			return nil, err
+		}
+		return l.lookup(ctx, runs)
+	}
+	b.get = func(it connector.Item) error { return errors.Join(l.renew(path), l.get(it)) }
+	b.put = func(it connector.Item) error {
+		if _, there, err := l.find(it.Key); err != nil || there && !it.Replace {
+			return err
+		}
+		return errors.Join(l.renew(path), l.put(it))
+	}
+	b.close = func() error { return l.file.Close() }
+	return nil
+}
+
+// Paired is a correct connector whose two files need each other, as those of an LSM database do: it keeps its blocks in one, which gets
+// another name whenever it opens, and the other counts them. If one is missing when it opens, it is empty.
 func Paired() connector.Plugin {
 	d := sdk.Definition{Name: "PairedConnector", Version: "1", Scope: connector.ScopeEngine, Groups: true}
 	return sdk.FromStore(d, func(_ context.Context, _ connector.Env, c HeldConfig) (connector.Store, error) {
-		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
-			return nil, err
-		}
-		const flags = os.O_RDWR | os.O_CREATE | os.O_APPEND
-		paths := []string{filepath.Join(c.Dir, "blocks"), filepath.Join(c.Dir, "count")}
-		for _, path := range paths {
-			if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-				_, _ = os.Remove(paths[0]), os.Remove(paths[1])
-			}
-		}
-		file, err := os.OpenFile(paths[0], flags, 0o600)
+		path, counter, err := pair(c.Dir)
 		if err != nil {
 			return nil, err
 		}
-		count, err := os.OpenFile(paths[1], flags, 0o600)
+		l, err := openLog(path)
 		if err != nil {
-			return nil, errors.Join(err, file.Close())
+			return nil, err
 		}
-		l := &blockLog{file: file, at: map[connector.StoreKey]extent{}}
+		count, err := os.OpenFile(counter, appending, 0o600)
+		if err != nil {
+			return nil, errors.Join(err, l.file.Close())
+		}
 		b := &badFiles{lookup: l.lookup, get: l.get}
 		b.put = func(it connector.Item) error {
 			_, err := count.WriteString("+")
 			return errors.Join(err, l.put(it))
 		}
-		b.close = func() error { return errors.Join(file.Close(), count.Close()) }
+		b.close = func() error { return errors.Join(l.file.Close(), count.Close()) }
 		return b, nil
 	})
+}
+
+// pair makes ready the two files of Paired and gives their paths.
+func pair(dir string) (blocks, count string, err error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", "", err
+	}
+	first, count := filepath.Join(dir, "blocks"), filepath.Join(dir, "count")
+	have, err := filepath.Glob(first + "*")
+	if err != nil {
+		return "", "", err
+	}
+	if _, err := os.Stat(count); err == nil && len(have) == 1 {
+		blocks = have[0] + "+"
+		return blocks, count, os.Rename(have[0], blocks)
+	}
+	for _, path := range append(have, count) {
+		_ = os.Remove(path)
+	}
+	return first, count, nil
+}
+
+const appending = os.O_RDWR | os.O_CREATE | os.O_APPEND
+
+// openLog opens a file of blocks.
+func openLog(path string) (*blockLog, error) {
+	file, err := os.OpenFile(path, appending, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	return &blockLog{file: file, at: map[connector.StoreKey]extent{}}, nil
 }
 
 // blockLog is a file of blocks, each behind its length, which is 4 bytes. Others may append to it.
@@ -88,6 +139,26 @@ func (l *blockLog) refresh() error {
 		}
 		l.at[key], l.read = p, p.offset+p.size
 	}
+}
+
+// renew begins another file if the one that is open has lost its name.
+func (l *blockLog) renew(path string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	own, err := l.file.Stat()
+	if err != nil {
+		return err
+	}
+	if named, err := os.Stat(path); err == nil && os.SameFile(named, own) {
+		return nil
+	}
+	other, err := openLog(path)
+	if err != nil {
+		return err
+	}
+	old := l.file
+	l.file, l.at, l.read = other.file, other.at, 0
+	return old.Close()
 }
 
 func (l *blockLog) find(k connector.StoreKey) (extent, bool, error) {

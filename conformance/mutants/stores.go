@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -134,6 +135,23 @@ func storePlugin(change func(*badStore)) connector.Plugin {
 // StoreReference is a correct connector made of a Store in memory.
 func StoreReference() connector.Plugin { return storePlugin(func(*badStore) {}) }
 
+// AskAgain is a correct connector that has no room for more than eight blocks of a call at first: it answers ErrBusy, and takes them when it is
+// asked again.
+func AskAgain() connector.Plugin {
+	const room = 8
+	return storePlugin(func(s *badStore) {
+		var asked sync.Map
+		s.put = func(ctx context.Context, items []connector.Item) error {
+			if len(items) > room {
+				if _, again := asked.LoadOrStore(items[0].Key, true); !again {
+					return connector.ErrBusy
+				}
+			}
+			return s.memory.Put(ctx, items)
+		}
+	})
+}
+
 func mutant(name, caseID string, change func(*badStore)) Mutant {
 	return Mutant{Name: name, Case: caseID, Plugin: func() connector.Plugin { return storePlugin(change) }}
 }
@@ -169,7 +187,7 @@ func shortened(name string, from, to int) Mutant {
 
 // badStores are the faults that authors of a Store can make.
 func badStores() []Mutant {
-	return slices.Concat(shortKeys(), badReaders(), badWriters(), []Mutant{earlyOffer()})
+	return slices.Concat(shortKeys(), badReaders(), badWriters(), []Mutant{earlyOffer(), leftOut()})
 }
 
 // shortKeys know keys by a part of their bytes.
@@ -306,7 +324,7 @@ func earlyOffer() Mutant {
 		s.put = func(ctx context.Context, items []connector.Item) error {
 			mark(items, true)
 			defer mark(items, false)
-			pause(10 * time.Millisecond) // a disk's time
+			pause(200 * time.Millisecond) // a Match and a Load of another goroutine come within it
 			return s.memory.Put(ctx, items)
 		}
 		s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
@@ -319,6 +337,28 @@ func earlyOffer() Mutant {
 				}
 			}
 			return found, err
+		}
+	})
+}
+
+// leftOut does not store the last of many blocks, and finds none while it stores some: nothing that it offers is wrong.
+func leftOut() Mutant {
+	return mutant("a store that leaves out the last of many blocks", "offered-whole", func(s *badStore) {
+		const many = 4
+		var writing atomic.Int32
+		s.put = func(ctx context.Context, items []connector.Item) error {
+			writing.Add(1)
+			defer writing.Add(-1)
+			if len(items) > many {
+				items = items[:len(items)-1]
+			}
+			return s.memory.Put(ctx, items)
+		}
+		s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
+			if writing.Load() > 0 {
+				return nil, connector.ErrBusy
+			}
+			return s.memory.Lookup(context.Background(), runs)
 		}
 	})
 }

@@ -229,6 +229,41 @@ func TestChunks(t *testing.T) {
 	}
 }
 
+// What memory has is saved to the disk again whose file was removed, beside a remote store too.
+func TestRemovedFile(t *testing.T) {
+	clean(t)
+	dir := t.TempDir()
+	open := func(more string) connector.Store {
+		config, err := sdk.DecodeConfig[lmcache.Config](json.RawMessage(fmt.Sprintf(`{"lmcache.chunk_size": 16, "lmcache.local_disk": %q, "lmcache.max_local_disk_size": 0.001%s}`, dir, more)))
+		require.NoError(t, err)
+		s, err := lmcache.Open(t.Context(), connector.Env{Log: discard(), Arena: make([]byte, 1<<20), Layout: connector.Layout{
+			Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}}, Segments: []connector.Segment{{Bytes: 64}}, Blocks: 1,
+		}}, config)
+		require.NoError(t, err)
+		return s
+	}
+	block := []connector.Item{{Key: connector.StoreKey{1}, Spans: [][]byte{make([]byte, 64)}}}
+	disk := func() []string {
+		files, err := filepath.Glob(filepath.Join(dir, "*"))
+		require.NoError(t, err)
+		require.Len(t, files, 1)
+		return files
+	}
+	const remote = `, "lmcache.remote_url": "redis://127.0.0.1:1"`
+	s := open(remote)
+	require.NoError(t, s.Put(t.Context(), block))
+	require.NoError(t, s.Close())
+	s = open(remote)
+	require.NoError(t, s.Get(t.Context(), block))
+	require.NoError(t, os.Remove(disk()[0]))
+	require.NoError(t, s.Put(t.Context(), block))
+	require.NoError(t, s.Close())
+	disk()
+	s = open("")
+	require.NoError(t, s.Get(t.Context(), block))
+	require.NoError(t, s.Close())
+}
+
 func TestConformance(t *testing.T) {
 	if testing.Short() {
 		t.Skip("with -short, which the race stage uses: the tiers are those of connectors/offload and connectors/remote")

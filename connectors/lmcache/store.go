@@ -200,5 +200,13 @@ func (b *both) Put(ctx context.Context, items []connector.Item) error {
 	return far
 }
 
+// Renewals implements tier.Renewer: what the near store has lost is saved to both again.
+func (b *both) Renewals() uint32 {
+	if near, is := b.near.(tier.Renewer); is {
+		return near.Renewals()
+	}
+	return 0
+}
+
 // Close implements connector.Store.
 func (b *both) Close() error { return errors.Join(b.near.Close(), b.far.Close()) }

@@ -41,6 +41,14 @@ func TestOverTheWire(t *testing.T) {
 	conformance.Run(t, conformance.Wire(plugin(), config(t)), profiles()...)
 }
 
+// What is saved after the file of the disk tier was removed outlives the engine, also what memory had (rule FAULT-11).
+func TestRemovedFile(t *testing.T) {
+	config := json.RawMessage(`{"num_cpu_blocks": 64, "disk_path": "@TMP@/tier", "disk_bytes": 1048576, "disk_admit_after": 1}`)
+	for _, r := range conformance.Check(t.Context(), conformance.InProcess(plugin(), config), conformance.Options{Only: []string{"removed", "removed-open"}}) {
+		require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+	}
+}
+
 func TestStaged(t *testing.T) {
 	if testing.Short() {
 		t.Skip("with -short, which the race stage uses: TestInProcess runs the same cases")

@@ -7,6 +7,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -34,7 +35,30 @@ type below struct {
 	writes  interruptible
 	done    sync.WaitGroup
 	ends    sync.Map // of blocks on their way up: key -> expiry
+
+	renewer  Renewer       // the lower tier; nil: it keeps what it has
+	renewals atomic.Uint32 // of it, at the last look
 }
+
+// Renewer is a lower tier that may lose all its blocks at once, and begins anew then.
+type Renewer interface {
+	// Renewals looks whether the blocks are lost, and gives how often they were.
+	Renewals() uint32
+}
+
+// look finds out whether the lower tier has lost what it had: then no block is there, whatever is known of those in memory.
+func (b *below) look() {
+	if b.renewer == nil {
+		return
+	}
+	if n := b.renewer.Renewals(); n != b.renewals.Load() {
+		b.renewals.Store(n)
+		b.staged.clear()
+	}
+}
+
+// lowered is the state of a block in memory that is in the lower tier, until that has lost it.
+func (b *below) lowered() uint32 { return isLowered + b.renewals.Load() }
 
 // job is a block to be written, or a sign that all before it are.
 type job struct {
@@ -55,6 +79,7 @@ func newBelow(o *Options, m *memory, gate *sync.RWMutex) *below {
 	if o.AdmitAfter > 1 {
 		b.admit = newSketch(8 * m.slots)
 	}
+	b.renewer, _ = o.Lower.(Renewer)
 	ctx, cancel := context.WithCancel(context.Background())
 	b.stop, b.stopped = cancel, ctx.Done()
 	b.done.Go(func() { b.write(ctx) })
@@ -128,20 +153,22 @@ func (b *below) guard(what string, call func() error) (err error) {
 // used notes that a block in memory was stored or loaded, and has it written to the lower tier once
 // that was often enough. The block is pinned.
 func (b *below) used(k connector.StoreKey, id uint32) {
-	if b.memory.lowered[id].Load() != notLowered {
+	state := &b.memory.lowered[id]
+	was := state.Load()
+	if was == lowering || was == b.lowered() {
 		return
 	}
 	if b.admit != nil && b.admit.add(k) < b.o.AdmitAfter {
 		b.c.Count(func(n *Stats) { n.NotAdmitted++ })
 		return
 	}
-	if !b.memory.lowered[id].CompareAndSwap(notLowered, lowering) {
+	if !state.CompareAndSwap(was, lowering) {
 		return
 	}
 	select {
 	case b.queue <- job{key: k}:
 	default:
-		b.memory.lowered[id].Store(notLowered)
+		state.Store(notLowered)
 		b.c.Count(func(n *Stats) { n.Dropped++ })
 	}
 }
@@ -193,9 +220,10 @@ func (b *below) writeJobs(ctx context.Context, jobs []job) {
 	if len(items) == 0 {
 		return
 	}
+	lowered := b.lowered() // before what it had may be lost
 	failed := storekit.ErrorsOf(b.guard("put", func() error { return b.lower.Put(ctx, items) }), len(items))
 	for i, id := range ids {
-		state := uint32(isLowered)
+		state := lowered
 		if failed[i] != nil {
 			state = notLowered
 			b.c.Count(func(n *Stats) { n.Errors++ })

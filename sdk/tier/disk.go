@@ -69,12 +69,16 @@ type Disk struct {
 	readAt  func(b []byte, at int64) (int, error)
 	writeAt func(b []byte, at int64) (int, error)
 
-	told atomic.Int64 // before that time, in Unix ms, no lost block is logged
-	full atomic.Int64 // until then, in Unix ms, nothing is written: the disk was full
+	told  atomic.Int64 // before that time, in Unix ms, no lost block is logged
+	full  atomic.Int64 // until then, in Unix ms, nothing is written: the disk was full
+	waits atomic.Int64 // until then, in Unix ms, no other file is looked for: the own was removed, and there was none
+
+	named    bool          // the file system says how many names the file has; guarded by gate
+	renewals atomic.Uint32 // files that were begun because the one before was removed
 }
 
-// fullWait is how long a full disk is left alone.
-const fullWait = time.Second
+// How long a full disk is left alone, and a folder without a file in the place of one that was removed.
+const fullWait, lostWait = time.Second, time.Second
 
 // OpenDisk opens the tier in a folder. Blocks that an earlier one left are there at once, if their
 // headers are whole. Errors wrap connector.ErrIncompatible and name the folder.
@@ -100,7 +104,7 @@ func OpenDisk(o DiskOptions) (*Disk, error) {
 		return nil, fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible)
 	}
 	d.index.came, d.index.gone = func(id uint32) { d.changed(id, true) }, d.gone
-	d.readAt, d.writeAt = d.file.ReadAt, d.file.WriteAt
+	d.readAt, d.writeAt, d.named = d.file.ReadAt, d.file.WriteAt, !nameless(d.file)
 	if err := errors.Join(d.opened(), d.restart()); err != nil {
 		return nil, errors.Join(fmt.Errorf("folder %s: %w: %w", o.Path, err, connector.ErrIncompatible), d.file.Close())
 	}
@@ -298,7 +302,7 @@ func (d *Disk) readFull(b []byte, at int64) error {
 // Put implements connector.Store.
 func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
 	if err := d.renew(); err != nil {
-		d.failed(err)
+		d.c.Count(func(n *Stats) { n.Errors++ })
 		return err
 	}
 	d.gate.RLock()
@@ -306,16 +310,28 @@ func (d *Disk) Put(ctx context.Context, items []connector.Item) error {
 	return storekit.Each(ctx, items, d.put)
 }
 
+// Renewals implements Renewer.
+func (d *Disk) Renewals() uint32 {
+	_ = d.renew() // the next Put says so
+	return d.renewals.Load()
+}
+
 // removed reports whether somebody has removed the file: it has no name any more, and nobody finds it again. One that was moved with its
 // folder has one, and may come back.
-func (d *Disk) removed() bool {
+func (d *Disk) removed() bool { return d.named && nameless(d.file) }
+
+// nameless reports whether a file has no name, or its file system counts none.
+func nameless(f *os.File) bool {
 	var st unix.Stat_t
-	return unix.Fstat(int(d.file.Fd()), &st) == nil && st.Nlink == 0
+	return unix.Fstat(int(f.Fd()), &st) == nil && st.Nlink == 0
 }
 
 // renew begins another file if the one that is open was removed (rule FAULT-11): what is written there would be lost with the process, and
 // what lies there is.
 func (d *Disk) renew() error {
+	if d.waits.Load() > time.Now().UnixMilli() {
+		return errLost
+	}
 	d.gate.RLock()
 	removed := d.removed()
 	d.gate.RUnlock()
@@ -324,18 +340,24 @@ func (d *Disk) renew() error {
 	}
 	d.gate.Lock()
 	defer d.gate.Unlock()
-	if !d.removed() {
+	switch {
+	case !d.removed():
 		return nil // another call was faster
+	case d.waits.Load() > time.Now().UnixMilli():
+		return errLost
 	}
 	file, err := claim(d.o.Path, d.super())
 	if err != nil {
-		return fmt.Errorf("folder %s: the tier's file was removed, and no other can be opened: %w", d.o.Path, err)
+		d.waits.Store(time.Now().Add(lostWait).UnixMilli())
+		d.o.Log.Error("the file of the disk tier was removed, and no other can be opened", "folder", d.o.Path, "error", err)
+		return fmt.Errorf("folder %s: %w: %w", d.o.Path, errLost, err)
 	}
 	d.o.Log.Warn("the file of the disk tier was removed: its blocks are lost, and another file begins", "folder", d.o.Path, "blocks", d.index.Len())
 	d.forgetAll()
 	old := d.file
-	d.file, d.readAt, d.writeAt = file, file.ReadAt, file.WriteAt
+	d.file, d.readAt, d.writeAt, d.named = file, file.ReadAt, file.WriteAt, !nameless(file)
 	d.granted.Store(0)
+	d.renewals.Add(1)
 	return errors.Join(old.Close(), d.opened(), d.restart())
 }
 

@@ -186,10 +186,41 @@ func TestRemovedFile(t *testing.T) {
 
 	require.NoError(t, os.RemoveAll(path))
 	require.NoError(t, os.WriteFile(path, nil, 0o600))
-	require.ErrorContains(t, put(d, 4), "the tier's file was removed")
+	require.ErrorContains(t, put(d, 4), "the tier's file was removed, and no other can be opened: mkdir")
+	require.Positive(t, d.waits.Load())
 	require.NoError(t, os.Remove(path))
+	d.waits.Store(time.Now().Add(time.Hour).UnixMilli())
+	require.Equal(t, errLost, put(d, 4), "it does not look all the time")
+	d.waits.Store(time.Now().UnixMilli())
 	require.NoError(t, put(d, 4))
 	d = next(d)
 	require.Equal(t, 1, stored(t, d, 5, size))
+
+	require.NoError(t, os.RemoveAll(path))
+	d.named = false
+	require.NoError(t, put(d, 5))
+	require.NoDirExists(t, path, "on a file system that counts no names, none is missed")
+	require.NoError(t, d.Close())
+}
+
+// What memory has goes to the next file when it is saved again, or loaded, although it went to the one that was removed.
+func TestRemovedFileBelowMemory(t *testing.T) {
+	path := t.TempDir()
+	s := open(t, Options{MemoryBytes: ArenaBytes(16, blockBytes), Lower: disk(t, path, 64), AdmitAfter: 1})
+	for _, written := range []int{3, 6} { // the second time two are there already
+		puts(t, s, 1, 2, 3)
+		require.NoError(t, s.Flush(t.Context()))
+		_, lower := s.Counts()
+		require.EqualValues(t, written, lower.WriteBacks)
+		require.NoError(t, os.Remove(filepath.Join(path, fileName(0))))
+		puts(t, s, 1)
+		require.NoError(t, gets(t, s, 2))
+		require.NoError(t, s.Flush(t.Context()))
+	}
+	require.NoError(t, s.Close())
+	d := disk(t, path, 64)
+	require.True(t, d.Has(storeKey(1)))
+	require.True(t, d.Has(storeKey(2)))
+	require.EqualValues(t, 2, d.Counts().Adopted)
 	require.NoError(t, d.Close())
 }

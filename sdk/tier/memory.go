@@ -38,7 +38,7 @@ type memory struct {
 const (
 	notLowered = iota
 	lowering   // it waits to be written
-	isLowered
+	isLowered  // and all above: see below.lowered
 )
 
 // fill is a slot that is being written.

@@ -154,8 +154,9 @@ func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 	errs := make([]error, len(items))
 	absent := s.fromMemory(ctx, items, errs)
 	if len(absent) > 0 && s.below != nil {
+		lowered := s.below.lowered() // before what it had may be lost
 		s.below.get(ctx, items, absent, errs)
-		s.promote(ctx, items, absent, errs)
+		s.promote(ctx, items, absent, errs, lowered)
 	}
 	for i, err := range errs {
 		if errors.Is(err, errAbsent) {
@@ -209,8 +210,8 @@ func (s *Store) writeBehind(k connector.StoreKey, id uint32) {
 	}
 }
 
-// promote puts what came from below into memory. What does not fit stays below.
-func (s *Store) promote(ctx context.Context, items []connector.Item, from []int, errs []error) {
+// promote puts what came from below into memory, in the state lowered. What does not fit stays below.
+func (s *Store) promote(ctx context.Context, items []connector.Item, from []int, errs []error, lowered uint32) {
 	var good []connector.Item
 	var expires []int64
 	for _, i := range from {
@@ -222,7 +223,7 @@ func (s *Store) promote(ctx context.Context, items []connector.Item, from []int,
 		}
 	}
 	if len(good) > 0 {
-		p := &put{store: s, ctx: ctx, items: good, expires: expires, errs: make([]error, len(good)), lowered: isLowered}
+		p := &put{store: s, ctx: ctx, items: good, expires: expires, errs: make([]error, len(good)), lowered: lowered}
 		p.run()
 	}
 }
@@ -263,6 +264,9 @@ func (s *Store) Used(slots []uint32) {
 func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	if s.below != nil {
+		s.below.look()
+	}
 	p := &put{store: s, ctx: ctx, items: items, errs: make([]error, len(items))}
 	if s.o.TTL > 0 {
 		until := time.Now().Add(s.o.TTL).UnixMilli()
@@ -340,7 +344,7 @@ type put struct {
 	items   []connector.Item
 	expires []int64 // nil: never
 	errs    []error
-	lowered uint32 // the blocks come from the lower tier
+	lowered uint32 // what is known of the blocks and the lower tier; not notLowered: they come from there
 
 	pinned []uint32
 	pieces []piece
@@ -433,6 +437,7 @@ func (p *put) begin(i int) (wait <-chan struct{}) {
 		s.mem.Count(func(n *Stats) { n.Known++ })
 		if p.lowered == notLowered {
 			s.memory.index.Touch(it.Key)
+			s.writeBehind(it.Key, f.id) // the lower tier may not have it, or not any more
 		}
 		p.pinned = append(p.pinned, f.id)
 	case wait == nil:
@@ -449,6 +454,7 @@ var (
 	// ErrThreshold says that the block was not offered often enough yet (Options.StoreThreshold).
 	ErrThreshold = fmt.Errorf("below the store threshold: %w", connector.ErrDeclined)
 	errFull      = errors.New("the disk is full")
+	errLost      = errors.New("the tier's file was removed, and no other can be opened")
 	errAbsent    = errors.New("not stored")
 	errClosed    = errors.New("the store is closed")
 	// ErrQuota is what every *QuotaError is.
