@@ -56,8 +56,8 @@ type Options struct {
 
 	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
-	// loads with a fault or without digests, nor of those that came layer by layer because of Overlap, nor at
-	// trust level staged. It must not call the host.
+	// loads with a fault or without digests, nor of those of which a layer was verified before, because of Overlap, nor
+	// where a Planner divides loads, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
 	// Overlap, unless nil, decides for an admitted transfer whether the engine takes its Arriving event, and may compute with

@@ -113,6 +113,18 @@ func TestLayers(t *testing.T) {
 	}
 }
 
+// A load whose layers are asked for and not brought lands as any other.
+func TestLayersNotBrought(t *testing.T) {
+	l := openLayered(t, "silent")
+	to := l.load("q", "q")
+	for rank, w := range l.ranks {
+		w.event(landed, "q")
+		require.True(t, w.same(to, rank), "landed without its bytes")
+		require.Empty(t, w.event(loaded, "q").GetFailed())
+		require.False(t, w.has(layersEvent, "q"))
+	}
+}
+
 // A layer that is not what was saved is not announced, and the load ends with its blocks as failed.
 func TestLayersDamaged(t *testing.T) {
 	l := openLayered(t, "damage")
