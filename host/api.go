@@ -106,7 +106,8 @@ type Event struct {
 	// Replace says that some of Failed is stored and cannot be used: it is damaged, or its digests cannot be checked. When it
 	// is computed, its save has to replace it.
 	Replace bool
-	Err     error // why Failed is not empty, for logs and metrics
+	Err     error         // why Failed is not empty, for logs and metrics
+	Took    time.Duration // Loaded, Saved: since its Step
 	// Layers of Arriving says which layers of the transfer are verified on all ranks: the engine may read those. It fails
 	// when the load does. What is computed so counts only when Loaded has come, without Failed (rule OVERLAP-03).
 	Layers connector.Progress
