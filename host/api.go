@@ -56,8 +56,8 @@ type Options struct {
 
 	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
-	// loads with a fault or without digests, nor of those that came layer by layer because of Overlap, nor at
-	// trust level staged. It must not call the host.
+	// loads with a fault or without digests, nor of those of which a layer was verified before, because of Overlap, nor
+	// where a Planner divides loads, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
 	// Overlap, unless nil, decides for an admitted transfer whether the engine takes its Arriving event, and may compute with
@@ -106,7 +106,8 @@ type Event struct {
 	// Replace says that some of Failed is stored and cannot be used: it is damaged, or its digests cannot be checked. When it
 	// is computed, its save has to replace it.
 	Replace bool
-	Err     error // why Failed is not empty, for logs and metrics
+	Err     error         // why Failed is not empty, for logs and metrics
+	Took    time.Duration // Loaded, Saved: since its Step
 	// Layers of Arriving says which layers of the transfer are verified on all ranks: the engine may read those. It fails
 	// when the load does. What is computed so counts only when Loaded has come, without Failed (rule OVERLAP-03).
 	Layers connector.Progress

@@ -91,7 +91,7 @@ func (q *eventQueue) close(patience time.Duration) {
 // tell passes an event of the tracker on to the engine. The caller holds mu.
 func (h *Host) tell(b *tracker.Event) {
 	e := Event{
-		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Lost: b.Lost, Replace: b.Replace, Err: b.Err,
+		Request: b.Request, Step: b.Step, Blocks: b.Blocks, Failed: b.Failed, Held: b.Held, Lost: b.Lost, Replace: b.Replace, Err: b.Err, Took: b.Took,
 	}
 	switch b.Kind {
 	case tracker.Loaded:

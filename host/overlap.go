@@ -20,8 +20,8 @@ type arrival struct {
 }
 
 // loadOrOverlap is load, and lets the engine use layers as they come if it asks for that, the tracker says so and the plugin
-// can. It returns whether it did.
-func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, overlapped bool, err error) {
+// can. It returns whether a layer was verified, which the engine may be using now, and slots that the plugin names.
+func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, announced bool, err error) {
 	loader, ok := connector.As[connector.LayerLoader](w)
 	if !a.Overlap || !ok || !h.opts.Overlap(a.Step, a.Transfer.Request) {
 		placed, err = h.load(ctx, r, w, a)
@@ -29,39 +29,36 @@ func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a
 	}
 	count := &connector.LayerCount{}
 	watching, stop := context.WithCancel(ctx)
-	over := make(chan struct{})
-	go func() {
-		defer close(over)
-		h.verifyLayers(watching, r, a, count)
-	}()
+	verified := make(chan int, 1)
+	go func() { verified <- h.verifyLayers(watching, r, a, count) }()
 	err = loader.LoadLayers(ctx, a.Transfer, r.kv, count)
 	stop()
-	<-over
-	return nil, true, err
+	return nil, <-verified > 0, err
 }
 
-// verifyLayers checks layers as they arrive, until one is wrong, all are right or ctx is done. It is the check of the
-// whole load that says which blocks failed, and why.
-func (h *Host) verifyLayers(ctx context.Context, r *rank, a *tracker.Move, count *connector.LayerCount) {
-	for n := 0; n < h.layers; {
+// verifyLayers checks layers as they arrive, until one is wrong, all are right or ctx is done, and returns how many are. It
+// is the check of the whole load that says which blocks failed, and why.
+func (h *Host) verifyLayers(ctx context.Context, r *rank, a *tracker.Move, count *connector.LayerCount) (n int) {
+	for n < h.layers {
 		final, err := count.Wait(ctx, n)
 		if final = min(final, h.layers); err != nil || final <= n {
-			return
+			return n
 		}
 		if ctx.Err() != nil {
-			return // all of it is about to be checked at once
+			return n // all of it is about to be checked at once
 		}
 		bad := r.judge(a.Check, func(i int) error {
 			return r.hasher.CheckSegments(r.kv, a.Check[i], r.kv.Between(a.Check[i].Group, n, final))
 		})
 		if len(bad.corrupt)+len(bad.foreign)+len(bad.outdated) > 0 {
-			return
+			return n
 		}
 		n = final
 		h.mu.Lock()
 		h.do(h.tracker.Verified(time.Now(), a.ID, n))
 		h.mu.Unlock()
 	}
+	return n
 }
 
 // arriving says to the engine which layers of a load it may use, and remembers which it was given: into those of a partial

@@ -167,7 +167,8 @@ func TestLeases(t *testing.T) {
 }
 
 func TestPlannerChooses(t *testing.T) {
-	r := newRig(t, rigOptions{extra: map[string]any{"fault": "plan"}})
+	var landed atomic.Int32
+	r := newRig(t, rigOptions{extra: map[string]any{"fault": "plan"}, landed: func(connector.RequestID, int) { landed.Add(1) }})
 	ks := keys(1, 4)
 	e := r.save("a", ks, 0) // the planner leaves out the last block
 	require.NoError(t, e.Err)
@@ -176,6 +177,7 @@ func TestPlannerChooses(t *testing.T) {
 	e = r.load("b", ks[:3], 10)
 	require.Equal(t, []connector.BlockID{12}, e.Failed)
 	require.True(t, r.same(blocksOf(ks[:2], 10)))
+	require.Zero(t, landed.Load(), "what it chose is not the whole load")
 	require.InDelta(t, 2, r.metric("kvport_plugin_violations_total"), 0, "the transfers it made up")
 	envelope, _, err := r.tickets.verify(r.end("a", 64, true).Ticket, "x")
 	require.NoError(t, err)

@@ -115,17 +115,17 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if out, over := h.loadPlaced(ctx, r, a); over {
 		return out
 	}
-	placed, overlapped, err := h.loadOrOverlap(ctx, r, w, a)
+	placed, announced, err := h.loadOrOverlap(ctx, r, w, a)
 	if errors.Is(err, plugin.ErrLost) {
 		return tracker.Outcome{Err: err, Lost: true}
 	}
-	if err == nil && a.Check != nil && h.opts.Landed != nil && r.landing == nil && !overlapped {
-		h.opts.Landed(t.Request, a.Rank)
+	if err == nil && !announced {
+		h.landed(r, a)
 	}
 	if a.Check == nil { // they get no digests: that would say that they are right (rule TAINT-01)
 		h.metrics.unchecked.WithLabelValues(h.metrics.name, "lossy").Add(float64(len(tracker.Arrived(t.Blocks, err))))
 	}
-	found := h.arrive(r, a, overlapped, err)
+	found := h.arrive(r, a, announced, err)
 	fault.Crash("host.load.checked")
 	h.learnArrived(placed, len(t.Blocks), &found)
 	h.unread(&found, len(t.Blocks), err)
@@ -231,11 +231,19 @@ func (h *Host) learn(slots []uint32, moved int) {
 	}
 }
 
-// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. overlapped
+// landed says to the engine that the bytes of a load are in a rank's cache and about to be checked. A Planner divides loads,
+// so what has come of one may be a part of it.
+func (h *Host) landed(r *rank, a *tracker.Move) {
+	if h.opts.Landed != nil && a.Check != nil && r.landing == nil && h.caps&connector.CanPlan == 0 {
+		h.opts.Landed(a.Transfer.Request, a.Rank)
+	}
+}
+
+// arrive takes what a worker has loaded, as its error says, into the cache, and checks what must be verified. announced
 // says that the engine may be using layers of it.
-func (h *Host) arrive(r *rank, a *tracker.Move, overlapped bool, err error) (found unreadable) {
+func (h *Host) arrive(r *rank, a *tracker.Move, announced bool, err error) (found unreadable) {
 	check := tracker.Arrived(a.Check, err)
-	if overlapped {
+	if announced {
 		return h.checkOverlapped(r, a, check)
 	}
 	if r.landing == nil {

@@ -93,11 +93,19 @@ func (l *layered) first(id string, to []connector.Block) {
 // Rule AGENT-15: the ranks learn of each layer of a load that its step named, and of no layer of another one.
 func TestLayers(t *testing.T) {
 	l := openLayered(t, "")
+	began := time.Now()
 	to := l.load("q", "q")
 	l.first("q", to)
+	gated := time.Now()
+	require.Zero(t, l.s.match(query("other", hashes("b", 4))))
+	least := time.Since(gated)
 	require.NoError(t, os.WriteFile(l.gate, nil, 0o600))
 	for rank, w := range l.ranks {
-		require.Empty(t, w.event(loaded, "q").GetFailed())
+		e := w.event(loaded, "q")
+		require.Empty(t, e.GetFailed())
+		took := time.Duration(e.GetTookUs()) * time.Microsecond
+		require.Greater(t, took, least, "it waited for the gate")
+		require.Less(t, took, time.Since(began))
 		require.True(t, w.same(to, rank))
 		require.False(t, w.has(landed, "q"), "nothing of it may be read before it is verified")
 	}
@@ -110,6 +118,18 @@ func TestLayers(t *testing.T) {
 		require.Empty(t, w.event(loaded, "r").GetFailed())
 		require.True(t, w.same(to, rank))
 		require.False(t, w.has(layersEvent, "r"), "nobody asked for them")
+	}
+}
+
+// A load whose layers are asked for and not brought lands as any other.
+func TestLayersNotBrought(t *testing.T) {
+	l := openLayered(t, "silent")
+	to := l.load("q", "q")
+	for rank, w := range l.ranks {
+		w.event(landed, "q")
+		require.True(t, w.same(to, rank), "landed without its bytes")
+		require.Empty(t, w.event(loaded, "q").GetFailed())
+		require.False(t, w.has(layersEvent, "q"))
 	}
 }
 

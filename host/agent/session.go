@@ -117,6 +117,7 @@ func eventToProto(e *host.Event) *kvportv1.AgentAnswer {
 	m := &kvportv1.AgentEvent{
 		Kind: kvportv1.AgentEventKind(e.Kind), Request: string(e.Request), Step: e.Step,
 		Blocks: numbers(e.Blocks), Failed: numbers(e.Failed), Held: e.Held, Unverified: e.Unverified, Error: wire.ErrorToProto(e.Err).GetMessage(),
+		TookUs: uint64(e.Took.Microseconds()),
 	}
 	if e.Lost {
 		m.Kind, m.Held = kvportv1.AgentEventKind_AGENT_EVENT_KIND_LOST, e.Kind == host.Released

@@ -40,8 +40,9 @@ class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
     acks: set[int]
     waited: dict[str, float] = field(default_factory=dict)  # for loads of this very step: seconds, by request
     early: int = 0  # loads of which a layer was used before their end
+    whole: str = ""  # why the worker does not wait layer by layer
 
     def aggregate(self, other: Any) -> StepDone:
         """Put the answers of two workers together; they ran the same step."""
         waited = {r: max(self.waited.get(r, 0.0), other.waited.get(r, 0.0)) for r in {**self.waited, **other.waited}}
-        return StepDone(self.acks | other.acks, waited, max(self.early, other.early))
+        return StepDone(self.acks | other.acks, waited, max(self.early, other.early), self.whole or other.whole)

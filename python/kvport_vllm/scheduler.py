@@ -301,12 +301,20 @@ class SchedulerSide:
         if done is not None:
             if done.early:
                 self.counters.add("kvport_shim_loads_by_layer_total", done.early)
+            if done.whole and self.by_layer:
+                self._load_as_a_whole(done.whole)
             for request, seconds in done.waited.items():
                 self._waited_for(request, seconds, invalid)
             for ack in sorted(done.acks):
                 self._dirty |= self.saving.computed(ack, self._step)
         if self._dirty and done is not None:
             self.flush()
+
+    def _load_as_a_whole(self, why: str) -> None:
+        """Ask for no more loads by layer: they are checked twice and tried once, which is for ranks that wait for layers."""
+        self.by_layer = False
+        self.counters.add("kvport_shim_load_by_layer_off_total")
+        log.warning("kvport: load_by_layer is off: %s", why)
 
     def _waited_for(self, request: str, seconds: float, invalid: Any) -> None:
         """Take the end of a load that its step waited for."""

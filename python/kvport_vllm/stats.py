@@ -10,6 +10,7 @@ _SEP = "\x1f"
 # Counters of this package, except kvport_shim_faults_total, whose label nobody knows before.
 SHIM = {
     "kvport_shim_agents_lost_total": "Agents that ended while the engine ran.",
+    "kvport_shim_load_by_layer_off_total": "Times that load_by_layer was switched off: a rank could not wait for layers.",
     "kvport_shim_loads_by_layer_total": "Loads of which a layer was used before their end.",
     "kvport_shim_loads_failed_total": "Loads of which the connector did not bring every block.",
     "kvport_shim_loads_in_step_total": "Loads that their step waited for.",

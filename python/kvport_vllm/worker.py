@@ -43,12 +43,12 @@ class WorkerSide:
         self.layers: dict[str, int] = {}  # number of each layer by its name
         self.unread: set[str] = set()  # layers that this step has not waited for, if it loads any layer by layer
         self._early_reads: set[str] = set()  # requests of whose loads it has used a layer before their end
-        self._deaf = False  # vLLM does not say which layer it begins with
+        self._deaf = ""  # which layers vLLM did not wait for
         self._groups = groups
         self._transfer = transfer
         self._per_gib = per_gib
         self._pending: dict[tuple[str, int], _Pending] = {}
-        self._early: dict[tuple[int, str, int], list[int]] = {}  # ends of loads whose step is not here yet
+        self._early: dict[tuple[int, str, int], tuple[list[int], float]] = {}  # ends of loads whose step is not here yet
         self._sent: list[str] = []
         self._acks: set[int] = set()
         self._quiet = 0  # steps since the agent was listened to
@@ -74,12 +74,17 @@ class WorkerSide:
             limit = 2 * (self._transfer + self._per_gib * blocks * self.block_bytes / (1 << 30)) + _SLACK
             now = time.monotonic()
             self._pending[load.request, load.step] = _Pending(load, now, now + limit)
-        self._by_layer = [] if self._mirrored or self._deaf else [load for load in meta.loads if load.by_layer]
+        self._by_layer = [] if self._whole else [load for load in meta.loads if load.by_layer]
         self.unread = set(self.layers) if self._by_layer else set()
 
     @property
     def _mirrored(self) -> bool:
         return self.shared is not None and self.shared.mirror is not None
+
+    @property
+    def _whole(self) -> str:
+        """Say why no load is waited for layer by layer, or nothing."""
+        return "the cache is mirrored, and copied when a load is over" if self._mirrored else self._deaf
 
     def wait_for_loads(self) -> None:
         """Take start_load_kv: wait for the bytes without which the step cannot go on."""
@@ -88,13 +93,12 @@ class WorkerSide:
 
     def wait_for_layer(self, name: str) -> None:
         """Take wait_for_layer_load: wait until a layer is verified, or until a load has landed of which no layers are told."""
-        self.unread.discard(name)
-        if not self._pending:
-            return
-        self._listen()  # also for the end of a load that nobody waits for, which says how long it took
-        number = self.layers.get(name, len(self.layers))
-        self._wait_while(lambda p: not p.landed and p.layers <= number)
-        self._early_reads.update(p.load.request for p in self._pending.values() if p.load.by_layer and p.layers > number)
+        if self._pending:
+            self._listen()
+            number = self.layers.get(name, len(self.layers))
+            self._wait_while(lambda p: not p.landed and p.layers <= number)
+            self._early_reads.update(p.load.request for p in self._pending.values() if p.load.by_layer and p.layers > number)
+        self.unread.discard(name)  # not before: nobody is asked to wait once all are
 
     def wait_for_verdicts(self) -> None:
         """Wait until it is known whether what this step has computed on is right."""
@@ -105,8 +109,7 @@ class WorkerSide:
 
     def _doubt(self) -> None:
         """Report the loads of a step as failed that has not waited for all layers: it may have read what had not come."""
-        log.warning("kvport: vLLM does not wait for %s, so load_by_layer is off", ", ".join(sorted(self.unread)[:3]))
-        self._deaf, self.unread = True, set()
+        self._deaf, self.unread = f"vLLM did not wait for {', '.join(sorted(self.unread)[:3])}", set()
         for load in self._by_layer:
             self.invalid.update(b for ids in load.blocks for b in ids)
 
@@ -143,6 +146,7 @@ class WorkerSide:
                 del self._pending[key]
                 self._waited[pending.load.request] = 0.0
                 self.invalid.update(b for ids in pending.load.blocks for b in ids)
+        self._by_layer, self.unread = [], set()
 
     def forward_over(self) -> None:
         """Take wait_for_save: what the step computed is in the cache, and goes to the mirror if there is one."""
@@ -157,7 +161,7 @@ class WorkerSide:
         acks, self._acks = self._acks, set()
         waited, self._waited = self._waited, {}
         early, self._early_reads = self._early_reads, set()
-        return StepDone(acks, waited, len(early))
+        return StepDone(acks, waited, len(early), self._whole)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Give requests whose delayed blocks are free, that were loaded, and whose load failed as a whole."""
@@ -195,17 +199,18 @@ class WorkerSide:
     def _loaded(self, event: Any) -> None:
         pending = self._pending.pop((event.request, event.step), None)
         if pending is not None:
-            self._over(pending, list(event.failed))
+            self._over(pending, list(event.failed), event.took_us / 1e6)
         elif len(self._early) < _MAX_EARLY:
-            self._early[self.link.life, event.request, event.step] = list(event.failed)
+            self._early[self.link.life, event.request, event.step] = list(event.failed), event.took_us / 1e6
 
-    def _over(self, pending: _Pending, bad: list[int]) -> None:
-        """Report a load, once: what is in self survives whatever is raised on the way."""
+    def _over(self, pending: _Pending, bad: list[int], took: float) -> None:
+        """Report a load that took so many seconds, once: what is in self survives whatever is raised on the way."""
         load = pending.load
         if not load.now:
             self._received.add(load.request)
         elif load.by_layer:
-            self._waited[load.request] = time.monotonic() - pending.began
+            # Until now the model has computed as well. An agent that does not say how long the load took is an old one.
+            self._waited[load.request] = took or time.monotonic() - pending.began
         if self._mirrored and not self._copy_in(load, set(bad)):
             bad = [b for ids in load.blocks for b in ids]
         if bad:
@@ -234,19 +239,19 @@ class WorkerSide:
             early = self._early.pop((life, *key), None)
             if early is not None:
                 del self._pending[key]
-                self._over(pending, early)
+                self._over(pending, *early)
             elif self._nobody(life, now > pending.deadline):
                 del self._pending[key]
                 self._fail(pending)
         if not self._pending:
-            self._early = {key: bad for key, bad in self._early.items() if key[0] == self.link.life}
+            self._early = {key: end for key, end in self._early.items() if key[0] == self.link.life}
 
     def _fail(self, pending: _Pending) -> None:
         load = pending.load
         blocks = [b for ids in load.blocks for b in ids]
         if not blocks and not load.now:  # nobody knows which blocks it was for: none of them can be used
             self._failed.add(load.request)
-        self._over(pending, blocks)
+        self._over(pending, blocks, 0.0)
 
     def _nobody(self, life: int, late: bool) -> bool:
         """Say whether no process is left that could write for a load that went to this life of the agent."""

@@ -1,5 +1,6 @@
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import types
@@ -27,8 +28,10 @@ def binaries():
 @pytest.fixture(scope="session")
 def layered(tmp_path_factory):
     """The folder of a plugin that brings loads layer by layer: the one of package engine's own tests."""
+    go = os.environ.get("GO", "go")
+    assert shutil.which(go), f"{go} is not there, and builds a plugin: set GO to the path of Go, or run `make pytest`"
     folder = tmp_path_factory.mktemp("plugins")
-    command = [os.environ.get("GO", "go"), "build", "-o", str(folder / "kvport-hold"), "./engine/testdata/plugin"]
+    command = [go, "build", "-o", str(folder / "kvport-hold"), "./engine/testdata/plugin"]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
 

@@ -439,9 +439,10 @@ def test_mirror(here, monkeypatch):
     monkeypatch.setattr(Tensors, "copy_in", back, raising=False)
     monkeypatch.setattr("engine.memory.adopted", lambda *a: None)
     monkeypatch.setattr("engine.memory.move", lambda *a: (_ for _ in ()).throw(OSError("no")))
-    engine = Engine(here / "store")
-    assert engine.worker.worker.shared.how == "mirror"
+    engine = Engine(here / "store", waits=True, kvport={"load_by_layer": True})
+    assert engine.worker.worker.shared.how == "mirror" and engine.scheduler.scheduler.by_layer
     stored(engine)
+    assert not engine.scheduler.scheduler.by_layer, "loads are checked twice for layers that no rank waits for"
     r = request("b", keys(4), 4 * BLOCK_TOKENS + 1)
     engine.scheduler.on_new_request(r)
     assert lookup(engine, r)[0]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+import types
 
 import pytest
 from engine import BLOCK_TOKENS, LAYER_BYTES, Engine, content, request
@@ -12,6 +14,7 @@ from kvport_vllm.worker import WorkerSide
 
 N = 3  # blocks of a prompt
 BLOCKS = [21, 22, 23, 24]  # of the request that loads: the last one is for what it computes
+HOUR = 3600.0
 
 
 @pytest.fixture
@@ -102,6 +105,27 @@ def test_a_layer_is_waited_for(start, here):
     assert engine.faults() == {}
 
 
+def test_what_the_model_computes_does_not_make_a_load_slow(start, here, monkeypatch):
+    ahead = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
+    monkeypatch.setattr("kvport_vllm.worker.time", clock)
+    monkeypatch.setattr("kvport_vllm.worker._SLACK", 2 * HOUR)
+    engine = start()
+    r = handed(engine, "a")
+
+    def attention():
+        engine.worker.wait_for_layer_load("l0")
+        ahead[0] = HOUR
+        (here / "gate").touch()
+        engine.worker.wait_for_layer_load("l1")
+
+    out = forward(engine, r, attention)
+    assert not out.invalid_block_ids and used_early(engine) == 1
+    assert 0 < engine.scheduler.scheduler.pace._last[0] * N < HOUR, "the next load is parked because this model computes for long"
+    over(engine, r)
+    assert engine.faults() == {}
+
+
 def not_at_all(self, name):
     self.unread.discard(name)
 
@@ -165,8 +189,11 @@ def test_a_death_behind_a_good_layer(start, here, victim):
     assert engine.pool.pinned == 0 and engine.faults() == {}
 
 
-def test_a_model_that_does_not_wait_for_a_layer(start, here):
-    engine, seen = start(), []
+def test_a_model_that_does_not_wait_for_a_layer(start, here, monkeypatch, caplog):
+    engine, seen, asked = start(), [], []
+    link = engine.scheduler.scheduler.link
+    send = link.send
+    monkeypatch.setattr(link, "send", lambda **call: asked.extend(call.get("layer_wise", ())) or send(**call))
     r = handed(engine, "a")
 
     def one_of_two():
@@ -182,6 +209,9 @@ def test_a_model_that_does_not_wait_for_a_layer(start, here):
     out = forward(engine, r, lambda: seen.append((there(engine, 0), there(engine, 1))))
     assert seen == [(N, N)] and not out.invalid_block_ids, "from then on a load is waited for before the model runs"
     over(engine, r)
+    assert asked == ["a"], "a load is checked twice and tried once, for layers that nobody waits for"
+    assert [m for m in caplog.messages if "load_by_layer" in m] == ["kvport: load_by_layer is off: vLLM did not wait for l0"]
+    assert engine.scheduler.scheduler.counters.take()["counts"]["kvport_shim_load_by_layer_off_total"] == 1
     assert engine.faults() == {}
 
 
@@ -219,4 +249,5 @@ def test_a_layer_that_cannot_be_waited_for(start, here, monkeypatch):
     (here / "gate").touch()
     out = forward(engine, r, lambda: engine.worker.wait_for_layer_load("l0"))
     assert out.invalid_block_ids == set(BLOCKS[:N]) and set(engine.faults()) == {"wait_for_layer"}
+    assert engine.scheduler.scheduler.by_layer, "a fault of ours is taken for one of vLLM's"
     over(engine, r)

@@ -14,12 +14,12 @@ import pytest
 from kvport_agent import binary, content
 from kvport_agent.errors import ConfigError, UnsupportedError
 from kvport_agent.link import State
-from kvport_agent.messages import LOADED, LOST, RELEASED, SAVED, message
+from kvport_agent.messages import LAYERS, LOADED, LOST, RELEASED, SAVED, message
 from kvport_vllm import config, keys, layout, memory, setup, stats, tracking
 from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
 from kvport_vllm.lora import Adapters, with_adapter
-from kvport_vllm.meta import Load, StepMetadata
+from kvport_vllm.meta import Load, StepDone, StepMetadata
 from kvport_vllm.pace import Pace, layers_may_wait, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
 from kvport_vllm.scheduler import SchedulerSide
@@ -624,6 +624,53 @@ def test_failed_blocks_of_several_groups(groups, failed, invalid):
     link = types.SimpleNamespace(poll=list, state=State.UP, life=7, fenced=set())
     side = WorkerSide(link, groups, 30.0, 0.0)
     side.bind(StepMetadata(loads=[Load("r", 1, 7, [[3, 4]] * groups)]))
-    link.poll = lambda: [types.SimpleNamespace(kind=LOADED, request="r", step=1, failed=[3])]
+    link.poll = lambda: [types.SimpleNamespace(kind=LOADED, request="r", step=1, failed=[3], took_us=0)]
     assert side.results() == (set(), {"r"}, failed)
     assert side.take_invalid() == invalid
+
+
+def by_layer(said):
+    """A worker whose agent says that, and the metadata of a step that loads something layer by layer."""
+    link = types.SimpleNamespace(poll=lambda: [said.pop(0)] if said else [], state=State.UP, life=7, fenced=set())
+    side = WorkerSide(link, 1, 30.0, 0.0)
+    side.layers = {"l0": 0, "l1": 1}
+    return side, StepMetadata(loads=[Load("r", 1, 7, [[3]], now=True, by_layer=True)])
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["step", "end"])
+def test_how_long_a_load_by_layer_took_is_what_the_agent_says(first):
+    end = types.SimpleNamespace(kind=LOADED, request="r", step=1, failed=[], took_us=2_500_000)
+    side, meta = by_layer([end])
+    if first:
+        side._listen()
+    side.bind(meta)
+    side.wait_for_loads()
+    for name in side.layers:
+        side.wait_for_layer(name)
+    side.wait_for_verdicts()
+    assert side.done() == StepDone(set(), {"r": 2.5})
+
+
+def test_an_older_agent_does_not_say_how_long_a_load_took(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("kvport_vllm.worker.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    side, meta = by_layer([types.SimpleNamespace(kind=LOADED, request="r", step=1, failed=[], took_us=0)])
+    side.bind(meta)
+    for name in side.layers:
+        side.wait_for_layer(name)
+    assert side.done().waited["r"] >= 1, "a load that took no time is quick for ever"
+
+
+def test_a_layer_is_unread_until_it_is_there():
+    side, meta = by_layer([])
+    event, seen = types.SimpleNamespace(kind=LAYERS, request="r", step=1, layers=1), []
+    side.link.poll = lambda: [seen.append(set(side.unread)) or event]
+    side.bind(meta)
+    side.wait_for_layer("l0")
+    assert seen == [{"l0", "l1"}], "another thread of the model would not wait for it"
+    assert side.unread == {"l1"}
+
+
+def test_one_rank_that_cannot_wait_for_layers_is_enough():
+    one, other = StepDone({1}, {"r": 0.1}), StepDone({1}, {"r": 0.2}, 1, "why")
+    assert one.aggregate(other) == other.aggregate(one) == StepDone({1}, {"r": 0.2}, 1, "why")

@@ -17,6 +17,8 @@ LENGTHS = [100, 160, 220, 280]
 ENOUGH = 8  # loads of which a layer was used before their end
 ROUNDS = 60
 USED_EARLY = "kvport_shim_loads_by_layer_total"
+IN_STEP = "kvport_shim_loads_in_step_total"
+OFF = "kvport_shim_load_by_layer_off_total"
 
 
 def layers(rig):
@@ -32,6 +34,7 @@ def layers(rig):
             label = f"{setup.label}, {'layer by layer' if by_layer else 'as a whole'}"
             times = hand_over(rig, label, p, d, prompts, want, ENOUGH if by_layer else 0)
             rig.show(f"{label}: TTFT of a hit of {LENGTHS[-1]} tokens", spread(times))
+            rig.check(not d.metrics().get(OFF), f"{label}: vLLM does not wait for layers")
             rig.check(not d.metrics().get("kvport_shim_loads_failed_total"), f"{label}: loads failed")
             d.stop()
         p.stop()
@@ -63,6 +66,8 @@ def hand_over(rig, label, p, d, prompts, want, enough, before=lambda: None, afte
             break
     early = used_early(d)
     rig.check(early >= enough and (early > 0) == (enough > 0), f"{label}: {early} loads were used before their end, want {enough}")
+    rig.count(f"{label}: loads", len(prompts) * len(times))
+    rig.count(f"{label}: loads within their step", int(d.metrics().get(IN_STEP, 0)))
     rig.count(f"{label}: loads of which a layer was used before their end", early)
     rig.count("tokens from the connector", d.external())
     rig.say(f"{label}: {time.monotonic() - began:.0f} s for {len(times)} rounds")

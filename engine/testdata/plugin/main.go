@@ -24,7 +24,7 @@ type config struct {
 	FailRank int    `json:"fail_rank" jsonschema:"description=the rank whose loads fail; 0: none; else the rank and 1 more"`
 	Damage   bool   `json:"damage" jsonschema:"description=change one byte of the last block of each load"`
 	Gate     string `json:"gate" jsonschema:"description=a file without which no second layer arrives; empty: none is needed"`
-	Fault    string `json:"fault" jsonschema:"description=what goes wrong with the second layer of a load: damage; or die: if the gate is there, which goes with it"`
+	Fault    string `json:"fault" jsonschema:"description=what goes wrong with the second layer of a load: damage; die: if the gate is there, which goes with it; or silent: no layer is announced"`
 }
 
 // ticket is where a hold can be fetched.
@@ -246,7 +246,10 @@ func (w *worker) Load(_ context.Context, t *connector.Transfer, kv *connector.KV
 }
 
 // LoadLayers announces each layer when all blocks have it.
-func (w *worker) LoadLayers(_ context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+func (w *worker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	if w.Fault == "silent" {
+		return w.Load(ctx, t, kv)
+	}
 	last := t.Blocks[len(t.Blocks)-1]
 	return w.fetch(t, func(have map[connector.Block][][]byte) error {
 		bring := func(layer int) {

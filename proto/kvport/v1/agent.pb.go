@@ -46,7 +46,7 @@ const (
 	// use them for ever.
 	AgentEventKind_AGENT_EVENT_KIND_LOST AgentEventKind = 7
 	// The first layers of a load, as many as layers says, are verified on every rank; more may follow, and its loaded does. Only of a
-	// request that its Step named in layer_wise, and where the connector brings layers one by one; then there is no landed.
+	// request that its Step named in layer_wise, and where the connector brings layers one by one. It never comes beside landed.
 	AgentEventKind_AGENT_EVENT_KIND_LAYERS AgentEventKind = 8
 )
 
@@ -1025,7 +1025,8 @@ type AgentEvent struct {
 	Error   string                 `protobuf:"bytes,7,opt,name=error,proto3" json:"error,omitempty"` // why some failed
 	// loaded: nobody has verified what the others hold. It, and what is computed from it, is for that request alone.
 	Unverified    bool   `protobuf:"varint,8,opt,name=unverified,proto3" json:"unverified,omitempty"`
-	Layers        uint32 `protobuf:"varint,9,opt,name=layers,proto3" json:"layers,omitempty"` // layers: how many, from the first one on
+	Layers        uint32 `protobuf:"varint,9,opt,name=layers,proto3" json:"layers,omitempty"`                // layers: how many, from the first one on
+	TookUs        uint64 `protobuf:"varint,10,opt,name=took_us,json=tookUs,proto3" json:"took_us,omitempty"` // loaded and saved: how long it took, in microseconds since the agent had its Step; 0: not known
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1119,6 +1120,13 @@ func (x *AgentEvent) GetUnverified() bool {
 func (x *AgentEvent) GetLayers() uint32 {
 	if x != nil {
 		return x.Layers
+	}
+	return 0
+}
+
+func (x *AgentEvent) GetTookUs() uint64 {
+	if x != nil {
+		return x.TookUs
 	}
 	return 0
 }
@@ -2094,7 +2102,7 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\rAgentFinished\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\fR\x06ticket\"\r\n" +
 	"\vAgentDetach\"\x0f\n" +
-	"\rAgentDetached\"\xfb\x01\n" +
+	"\rAgentDetached\"\x94\x02\n" +
 	"\n" +
 	"AgentEvent\x12-\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x19.kvport.v1.AgentEventKindR\x04kind\x12\x18\n" +
@@ -2107,7 +2115,9 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\n" +
 	"unverified\x18\b \x01(\bR\n" +
 	"unverified\x12\x16\n" +
-	"\x06layers\x18\t \x01(\rR\x06layers\"3\n" +
+	"\x06layers\x18\t \x01(\rR\x06layers\x12\x17\n" +
+	"\atook_us\x18\n" +
+	" \x01(\x04R\x06tookUs\"3\n" +
 	"\vAgentPlugin\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"m\n" +
