@@ -172,6 +172,64 @@ func TestCacheQueryNamesNobody(t *testing.T) {
 	require.Contains(t, e.requests()[1].ID, pairPrefix)
 }
 
+// TestUnsignedNamesNeedARouter: where clients have API keys, a label that names two engines goes on to the connector if it has a
+// signature, which the connector checks, or comes from a router. Anybody else may have written it.
+func TestUnsignedNamesNeedARouter(t *testing.T) {
+	const hex32 = "0123456789abcdef0123456789abcdef"
+	unsigned := pairPrefix + "127.0.0.1:1___decode_addr_127.0.0.1:2_" + hex32
+	signed := unsigned + "_" + hex32
+	tests := []struct {
+		key, label string
+		named      bool
+	}{
+		{"router", unsigned, true}, {"router", signed, true}, {"alice", signed, true}, {"alice", unsigned, false}, {"shared", unsigned, false},
+		{"alice", pairPrefix + hex32, false}, {"alice", unsigned + "_" + hex32[1:], false}, {"alice", unsigned + "_" + hex32 + "0", false},
+	}
+	e := &script{outputs: []engine.Output{queried(nil, "")}}
+	f := serve(t, e, func(c *Config) { c.Key = tenants })
+	for i, test := range tests {
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/completions", strings.NewReader(`{"prompt":"x"}`))
+		r.Header.Set("Authorization", "Bearer "+test.key)
+		r.Header.Set("X-Request-Id", test.label)
+		w := httptest.NewRecorder()
+		f.server.ServeHTTP(w, r)
+		require.Equal(t, 200, w.Code, w.Body)
+		id := string(e.requests()[i].ID)
+		require.Equal(t, test.named, strings.HasPrefix(id, test.label+"-"), "%s %s", test.key, test.label)
+		require.Equal(t, test.named, strings.Contains(id, pairPrefix), "%s %s", test.key, test.label)
+	}
+}
+
+// TestPrefillOfAProxy: vLLM's proxy for P2P NCCL asks the first of the two engines that it names for one token, and means a handover.
+// A router that signs says so itself.
+func TestPrefillOfAProxy(t *testing.T) {
+	const hex32 = "0123456789abcdef0123456789abcdef"
+	unsigned := pairPrefix + "127.0.0.1:1___decode_addr_127.0.0.1:2_" + hex32
+	e := &script{outputs: []engine.Output{{Reason: connector.ReasonLength}}}
+	f := serve(t, e)
+	tests := []struct {
+		label, body string
+		remote      bool
+	}{
+		{unsigned, `{"prompt":"x","max_tokens":1}`, true},
+		{unsigned, `{"prompt":"x","max_tokens":2}`, false},
+		{unsigned, `{"prompt":"x"}`, false},
+		{unsigned, `{"prompt":"x","max_tokens":1,"kv_transfer_params":{"do_remote_prefill":true,"kvport_ticket":"AAAA"}}`, false},
+		{unsigned + "_" + hex32, `{"prompt":"x","max_tokens":1}`, false},
+		{hex32, `{"prompt":"x","max_tokens":1}`, false},
+	}
+	for i, test := range tests {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/completions", strings.NewReader(test.body))
+		require.NoError(t, err)
+		req.Header.Set("X-Request-Id", test.label)
+		resp, err := http.DefaultClient.Do(req)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, 200, resp.StatusCode, "%s %s", test.label, test.body)
+		require.Equal(t, test.remote, e.requests()[i].Remote, "%s %s", test.label, test.body)
+	}
+}
+
 // The rate of each API key is its own, and it limits nothing but cache queries.
 func TestCacheQueryRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
