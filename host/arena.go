@@ -148,7 +148,7 @@ func (p *promised) take(set *Settings, info *connector.Info, want int64) (field 
 }
 
 // tooMuch is why an arena of that many bytes is not permitted; empty: it is. limit is that of the config; 0: it names none. It is
-// the plugin that says how much it wants, and the host that runs out of memory.
+// the plugin that says how much it needs, and the host that runs out of memory.
 func tooMuch(want, limit, free int64) string {
 	switch {
 	case limit > 0 && want > limit && limit <= free:

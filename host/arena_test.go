@@ -225,7 +225,7 @@ func TestArenaIsRenewedWhileItIsAllocated(t *testing.T) {
 	require.NoError(t, a.Close())
 }
 
-// Without a limit a connector, which says by itself how much it wants, leaves the machine half of its free memory.
+// Without a limit a connector, which says by itself how much it needs, leaves the machine half of its free memory.
 func TestArenaIsTooMuch(t *testing.T) {
 	for _, c := range []struct {
 		want, limit, free int64

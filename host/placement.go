@@ -25,7 +25,7 @@ type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
-	failed func(blocks, damaged int) // told of blocks that were found in slots and cannot be used, and how many of them are not what was saved
+	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved
 
 	mu       sync.RWMutex // held for reading by whoever reads the arena
 	host     *place.Host  // nil: nothing is placed
@@ -263,7 +263,7 @@ func (p *placement) load(ctx context.Context, r *rank, number int, blocks []conn
 	return true
 }
 
-// tally counts the blocks of a load that were copied in vain, and says whether there are any.
+// tally counts the blocks of a load that were copied and cannot be used, and says whether there are any.
 func (p *placement) tally(errs []error) bool {
 	failed, damaged := 0, 0
 	for _, err := range errs {

@@ -148,7 +148,7 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 	return out, out.Err != nil
 }
 
-// placedFailed counts blocks that the host found in slots in vain: the plugin is asked for them. Those that are not what was saved
+// placedFailed counts blocks that the host found in slots and could not use: the plugin is asked for them. Those that are not what was saved
 // count as what a plugin loads so (rule HOST-04), although the load by message may bring them right.
 func (h *Host) placedFailed(blocks, damaged int) {
 	h.metrics.placedFailed.Add(float64(blocks))

@@ -183,7 +183,7 @@ type BoardView struct {
 	rest func() // after a bell that is one too many; tests have their own
 }
 
-// A bell is rung for one counter and wakes all who wait for one of the board, so some are in vain. But a peer that rings for
+// A bell is rung for one counter and wakes all who wait for one of the board, so some are for nobody. But a peer that rings for
 // nobody without end must not keep a processor busy: after spareBells of them in a row there is a pause before the next one
 // is heard.
 const (
@@ -197,7 +197,7 @@ func ViewBoard(mem []byte) (*BoardView, error) {
 	if len(mem) != BoardBytes {
 		return nil, fmt.Errorf("board of %d bytes, want %d: %w", len(mem), BoardBytes, ErrIncompatible)
 	}
-	return &BoardView{mem: mem, changed: make(chan struct{}), rest: func() { time.Sleep(bellPause) }}, nil
+	return &BoardView{mem: mem, changed: make(chan struct{}), rest: func() { <-time.After(bellPause) }}, nil
 }
 
 // Wait waits until a counter is above seen and gives its count. ErrNotMine: call is over. Otherwise the
