@@ -139,16 +139,26 @@ func (p *promised) free() int64 { return max(0, machine.FreeMemory("/")-p.bytes)
 func (p *promised) take(set *Settings, info *connector.Info, want int64) (field string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	limit, of, or := int64(set.ArenaLimit), "kvport.arena_limit permits", "raise the limit"
-	if free := p.free(); limit == 0 || free < limit {
-		limit, of, or = free, "this machine has free", "free some memory"
-	}
 	field = cmp.Or(info.ArenaField, "the connector's config")
-	if want > limit {
-		return field, fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes, %s %d: ask for less or %s", ErrConfig, field, info.Name, want, of, limit, or)
+	if why := tooMuch(want, int64(set.ArenaLimit), p.free()); why != "" {
+		return field, fmt.Errorf("%w: kv_connector_extra_config: %s: %s asks for an arena of %d bytes, %s", ErrConfig, field, info.Name, want, why)
 	}
 	p.bytes += want
 	return field, nil
+}
+
+// tooMuch is why an arena of that many bytes is not permitted; empty: it is. limit is that of the config; 0: it names none. It is
+// the plugin that says how much it needs, and the host that runs out of memory.
+func tooMuch(want, limit, free int64) string {
+	switch {
+	case limit > 0 && want > limit && limit <= free:
+		return fmt.Sprintf("kvport.arena_limit permits %d: ask for less or raise the limit", limit)
+	case want > free:
+		return fmt.Sprintf("this machine has free %d: ask for less or free some memory", free)
+	case limit == 0 && want > free/2:
+		return fmt.Sprintf("this machine has free %d, of which it may have half without kvport.arena_limit: ask for less or set the limit", free)
+	}
+	return ""
 }
 
 func (p *promised) kept(bytes int64) {

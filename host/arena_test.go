@@ -225,6 +225,29 @@ func TestArenaIsRenewedWhileItIsAllocated(t *testing.T) {
 	require.NoError(t, a.Close())
 }
 
+// Without a limit a connector, which says by itself how much it needs, leaves the machine half of its free memory.
+func TestArenaIsTooMuch(t *testing.T) {
+	for _, c := range []struct {
+		want, limit, free int64
+		why               string // empty: permitted
+	}{
+		{1000, 0, 2000, ""},
+		{1001, 0, 2000, "this machine has free 2000, of which it may have half without kvport.arena_limit: ask for less or set the limit"},
+		{2001, 0, 2000, "this machine has free 2000: ask for less or free some memory"},
+		{1990, 1990, 2000, ""},
+		{1991, 1990, 2000, "kvport.arena_limit permits 1990: ask for less or raise the limit"},
+		{2001, 2001, 2000, "this machine has free 2000: ask for less or free some memory"},
+		{2001, 3000, 2000, "this machine has free 2000: ask for less or free some memory"},
+		{2001, 1990, 2000, "kvport.arena_limit permits 1990: ask for less or raise the limit"},
+		{1, 0, 0, "this machine has free 0: ask for less or free some memory"},
+	} {
+		require.Equal(t, c.why, tooMuch(c.want, c.limit, c.free), "%+v", c)
+	}
+	_, err := (&promised{}).take(&Settings{}, &connector.Info{Name: "X"}, machine.FreeMemory("/")/4*3)
+	require.ErrorIs(t, err, ErrConfig)
+	require.ErrorContains(t, err, ": ask for less or set the limit")
+}
+
 // Two connectors of one host are not promised the same memory.
 func TestArenasAreCountedTogether(t *testing.T) {
 	shared := &promised{}
@@ -233,7 +256,7 @@ func TestArenasAreCountedTogether(t *testing.T) {
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, arena.Close()) })
 		s := &source{
-			cfg: &Config{Settings: DefaultSettings()}, arena: arena, promised: shared,
+			cfg: &Config{Settings: Settings{ArenaLimit: math.MaxInt}}, arena: arena, promised: shared,
 			info: connector.Info{Name: "X", ArenaBytes: machine.FreeMemory("/") * 6 / 10, ArenaField: "size"},
 		}
 		return s.fitArena()
