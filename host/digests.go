@@ -88,8 +88,6 @@ type unreadable struct {
 	editions map[string]bool     // those of outdated
 }
 
-func (u *unreadable) any() bool { return len(u.corrupt)+len(u.foreign)+len(u.outdated) > 0 }
-
 // add notes what the check of a block said.
 func (u *unreadable) add(id connector.BlockID, err error) {
 	switch {

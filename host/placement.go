@@ -23,6 +23,7 @@ type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
+	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved
 
 	mu    sync.RWMutex // held for reading by whoever reads the arena
 	host  *place.Host  // nil: nothing is placed
@@ -222,16 +223,35 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 	for i, b := range blocks {
 		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
 			p.host.Drop(refs[i]) // else it would be found again and again
+			p.failed(1, 0)
 			return false
 		}
 	}
 	stores := digest.StoresForLoad(int64(r.size(blocks)))
-	failed := r.judge(blocks, func(i int) error { return p.copyIn(r, blocks[i], refs[i], stores) })
-	if failed.any() {
+	errs := make([]error, len(blocks))
+	r.share(len(blocks), func(i int) { errs[i] = p.copyIn(r, blocks[i], refs[i], stores) })
+	if p.tally(errs) {
 		return false
 	}
 	p.noteUsed(refs)
 	return true
+}
+
+// tally counts the blocks of a load that were copied and cannot be used, and says whether there are any.
+func (p *placement) tally(errs []error) bool {
+	failed, damaged := 0, 0
+	for _, err := range errs {
+		if err != nil {
+			failed++
+		}
+		if errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, place.ErrGone) {
+			damaged++
+		}
+	}
+	if failed > 0 {
+		p.failed(failed, damaged)
+	}
+	return failed > 0
 }
 
 // find says where blocks are, all of them or none.

@@ -52,5 +52,6 @@ func TestPlacementBesideEviction(t *testing.T) {
 	}
 	wg.Wait()
 	t.Logf("%d of %d loads came", came, tried)
+	require.Zero(t, r.damaged.Load(), "a slot that was given up is no damage")
 	require.True(t, r.loaded(0, bs[7]) || r.loaded(0, bs[6]), "what is still there comes")
 }

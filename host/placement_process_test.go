@@ -34,6 +34,7 @@ type placerRig struct {
 	*testing.T
 	lies    bool
 	p       *placement
+	damaged *atomic.Int64 // blocks
 	rank    *rank
 	arena   *Arena
 	library *Arena // the blocks, as they are in the cache
@@ -54,7 +55,7 @@ type placerRig struct {
 
 func newPlacerRig(t *testing.T, lies bool) *placerRig {
 	inner := newPlacedRig(t, 1, all())
-	r := &placerRig{T: t, lies: lies, p: inner.p, rank: inner.ranks[0], seed: 1}
+	r := &placerRig{T: t, lies: lies, p: inner.p, damaged: &inner.damaged, rank: inner.ranks[0], seed: 1}
 	size := largestBlock(r.p.layout)
 	var err error
 	r.library, err = NewArena()
@@ -236,6 +237,7 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d deaths; %d answers of the plugin refused",
 				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), lives, r.faults.Load())
 			require.Zero(t, r.wrong.Load())
+			require.False(t, !c.lies && r.damaged.Load() > 0, "an honest plugin is not blamed for its evictions and deaths")
 			require.GreaterOrEqual(t, r.accepted.Load(), loads)
 			require.Positive(t, r.refused.Load())
 			require.Positive(t, r.matched.Load())

@@ -4,16 +4,20 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
 	"github.com/kvport/kvport/internal/wire"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // placedRig is an engine with a plugin that places: the plugin's end is a Shelf in this process.
@@ -25,6 +29,8 @@ type placedRig struct {
 	shelf *place.Shelf
 	ranks []*rank
 	next  uint32 // slot
+
+	failed, damaged atomic.Int64 // blocks that were found in slots and could not be used
 }
 
 const placedBlocks = 32
@@ -41,6 +47,10 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 	}
 	layout, size := digest.WithSegments(layout, at)
 	r := &placedRig{T: t, p: &placement{layout: &layout, shape: connector.NewFingerprint("shape"), world: world}}
+	r.p.failed = func(blocks, damaged int) {
+		r.failed.Add(int64(blocks))
+		r.damaged.Add(int64(damaged))
+	}
 	for n := range world {
 		kv, err := connector.NewKV(layout, [][]byte{make([]byte, size)})
 		require.NoError(t, err)
@@ -178,6 +188,8 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	_, ok := r.p.match(r.query(ks, 0))
 	require.True(t, ok, "nobody has looked")
 	require.False(t, r.loaded(0, bs...))
+	require.EqualValues(t, 1, r.failed.Load())
+	require.EqualValues(t, 1, r.damaged.Load(), "rule HOST-04: it is counted, whatever the plugin brings then")
 	_, ok = r.p.match(r.query(ks, 0))
 	require.False(t, ok)
 	_, ok = r.p.match(r.query(ks[:1], 0))
@@ -188,6 +200,22 @@ func TestPlacementForgetsWhatIsWrong(t *testing.T) {
 	r.next = slots[1]
 	r.save(0, bs[1])
 	require.True(t, r.loaded(0, bs...), "it was written again")
+	require.EqualValues(t, 1, r.failed.Load())
+}
+
+// What is wrong in a slot is counted and logged as what a plugin loads wrongly, and what was given up meanwhile is counted apart.
+func TestPlacedFailuresAreCounted(t *testing.T) {
+	var log testkit.Log
+	h := &Host{log: slog.New(slog.NewTextHandler(&log, nil))}
+	var err error
+	h.metrics, err = newMetrics(nil, "X", TrustInPlace)
+	require.NoError(t, err)
+	h.placedFailed(3, 0)
+	require.Empty(t, log.String())
+	h.placedFailed(2, 1)
+	require.Contains(t, log.String(), "damaged blocks in the connector's memory")
+	require.InDelta(t, 5, testutil.ToFloat64(h.metrics.placedFailed), 0)
+	require.InDelta(t, 1, testutil.ToFloat64(h.metrics.integrity), 0)
 }
 
 // A load that brought a wrong block teaches nothing: the slots that it names may hold what was wrong.
@@ -214,6 +242,8 @@ func TestPlacementForgetsOtherLengths(t *testing.T) {
 	_, ok := r.p.match(r.query(ks, 0))
 	require.True(t, ok)
 	require.False(t, r.loaded(0, bs...))
+	require.EqualValues(t, 1, r.failed.Load())
+	require.Zero(t, r.damaged.Load())
 	_, ok = r.p.match(r.query(ks, 0))
 	require.False(t, ok)
 }

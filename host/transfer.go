@@ -143,6 +143,16 @@ func (h *Host) loadPlaced(r *rank, a *tracker.Move) bool {
 	return true
 }
 
+// placedFailed counts blocks that the host found in slots and could not use: the plugin is asked for them. Those that are not what was saved
+// count as what a plugin loads so (rule HOST-04), although the load by message may bring them right.
+func (h *Host) placedFailed(blocks, damaged int) {
+	h.metrics.placedFailed.Add(float64(blocks))
+	if damaged > 0 {
+		h.metrics.integrity.Add(float64(damaged))
+		h.log.Warn("damaged blocks in the connector's memory, it is asked for them", "connector", h.info.Name, "blocks", damaged)
+	}
+}
+
 // save lets a worker read the blocks of a move: in the cache, or a copy of them.
 func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
 	if r.landing == nil {
