@@ -1,6 +1,7 @@
 package host
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -203,8 +204,8 @@ func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.
 }
 
 // load copies blocks of one rank to the cache and verifies them there. false: not all of them came whole, and the plugin
-// has to be asked for all.
-func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
+// has to be asked for all; or ctx has ended.
+func (p *placement) load(ctx context.Context, r *rank, number int, blocks []connector.Block) bool {
 	if len(blocks) == 0 || !p.enter() {
 		return false
 	}
@@ -229,8 +230,8 @@ func (p *placement) load(r *rank, number int, blocks []connector.Block) bool {
 	}
 	stores := digest.StoresForLoad(int64(r.size(blocks)))
 	errs := make([]error, len(blocks))
-	r.share(len(blocks), func(i int) { errs[i] = p.copyIn(r, blocks[i], refs[i], stores) })
-	if p.tally(errs) {
+	all := r.shareUntil(ctx, len(blocks), func(i int) { errs[i] = p.copyIn(r, blocks[i], refs[i], stores) })
+	if p.tally(errs) || !all {
 		return false
 	}
 	p.noteUsed(refs)

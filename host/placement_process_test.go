@@ -157,7 +157,7 @@ func (r *placerRig) read(reader int, most int64) {
 			r.matched.Add(1)
 		}
 		r.since[reader].Store(time.Now().UnixNano())
-		came := r.p.load(r.rank, 0, []connector.Block{b})
+		came := r.p.load(r.Context(), r.rank, 0, []connector.Block{b})
 		r.since[reader].Store(0)
 		if !came {
 			r.refused.Add(1)

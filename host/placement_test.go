@@ -9,6 +9,8 @@ import (
 	"slices"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
@@ -16,6 +18,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/tracker"
 	"github.com/kvport/kvport/internal/wire"
 	"github.com/kvport/kvport/verify/testkit"
 )
@@ -120,7 +123,7 @@ func (r *placedRig) loaded(n int, bs ...connector.Block) bool {
 	for i := range to {
 		to[i].ID += placedBlocks / 2
 	}
-	if !r.p.load(r.ranks[n], n, to) {
+	if !r.p.load(r.Context(), r.ranks[n], n, to) {
 		return false
 	}
 	for i := range to {
@@ -216,6 +219,38 @@ func TestPlacedFailuresAreCounted(t *testing.T) {
 	require.Contains(t, log.String(), "damaged blocks in the connector's memory")
 	require.InDelta(t, 5, testutil.ToFloat64(h.metrics.placedFailed), 0)
 	require.InDelta(t, 1, testutil.ToFloat64(h.metrics.integrity), 0)
+}
+
+// Rule HOST-03: what the host copies by itself is given up at its deadline, and ends no plugin, which knows nothing of it.
+func TestPlacedLoadEndsAtItsDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newPlacedRig(t, 1, all())
+		bs := r.fill(keys(1, 3), 0)
+		r.save(0, bs...)
+		h := &Host{place: r.p, ranks: r.ranks}
+		var err error
+		h.metrics, err = newMetrics(nil, "X", TrustInPlace)
+		require.NoError(t, err)
+		load := func(ctx context.Context) tracker.Outcome {
+			g := &generation{workers: []connector.Worker{nil}} // whoever calls the plugin ends the test
+			return h.move(ctx, g, &tracker.Move{Kind: tracker.Load, Transfer: &connector.Transfer{Blocks: bs}, Check: bs}, nil)
+		}
+		hands := r.ranks[0].hands
+		for range cap(hands) { // others keep all cores busy
+			hands <- struct{}{}
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		require.ErrorIs(t, load(ctx).Err, context.DeadlineExceeded)
+		for range cap(hands) {
+			<-hands
+		}
+		require.ErrorIs(t, load(ctx).Err, context.DeadlineExceeded, "nothing is begun after the deadline")
+		require.Empty(t, hands)
+		require.Empty(t, r.p.takeUsed())
+		require.Equal(t, tracker.Outcome{}, load(t.Context()))
+		require.InDelta(t, 3, testutil.ToFloat64(h.metrics.placed), 0)
+	})
 }
 
 // A load that brought a wrong block teaches nothing: the slots that it names may hold what was wrong.

@@ -112,8 +112,8 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	if a.Source != nil {
 		return h.reshape(ctx, g, a)
 	}
-	if h.loadPlaced(r, a) {
-		return tracker.Outcome{}
+	if out, over := h.loadPlaced(ctx, r, a); over {
+		return out
 	}
 	placed, overlapped, err := h.loadOrOverlap(ctx, r, w, a)
 	if errors.Is(err, plugin.ErrLost) {
@@ -132,15 +132,20 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
 
-// loadPlaced loads all blocks of a move without the plugin; false if that is not possible. Blocks that are not verified,
-// and those of a ticket, are always the plugin's.
-func (h *Host) loadPlaced(r *rank, a *tracker.Move) bool {
+// loadPlaced loads all blocks of a move without the plugin; over is false if it has to be asked for them. Blocks that are not verified,
+// and those of a ticket, are always the plugin's. A load that is not over at its deadline fails without a call: a plugin that
+// knows nothing of it need not die for it (rule HOST-03).
+func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tracker.Outcome, over bool) {
 	blocks := a.Transfer.Blocks
-	if len(a.Check) != len(blocks) || len(a.Transfer.Ticket) > 0 || !h.place.load(r, a.Rank, a.Check) {
-		return false
+	if len(a.Check) != len(blocks) || len(a.Transfer.Ticket) > 0 {
+		return out, false
 	}
-	h.metrics.placed.Add(float64(len(blocks)))
-	return true
+	if h.place.load(ctx, r, a.Rank, a.Check) {
+		h.metrics.placed.Add(float64(len(blocks)))
+		return out, true
+	}
+	out.Err = ctx.Err()
+	return out, out.Err != nil
 }
 
 // placedFailed counts blocks that the host found in slots and could not use: the plugin is asked for them. Those that are not what was saved
@@ -286,26 +291,37 @@ func (r *rank) makeDigests(blocks []connector.Block, slots []connector.BlockID) 
 }
 
 // share runs f for 0 to n-1 on the cores that are free; on one it waits.
-func (r *rank) share(n int, f func(int)) {
-	var next atomic.Int64
+func (r *rank) share(n int, f func(int)) { r.shareUntil(context.Background(), n, f) }
+
+// shareUntil is share until ctx ends: then it begins nothing more. false: f did not run for all.
+func (r *rank) shareUntil(ctx context.Context, n int, f func(int)) bool {
+	var next, done atomic.Int64
 	work := func() {
-		for i := next.Add(1); i <= int64(n); i = next.Add(1) {
+		defer func() { <-r.hands }()
+		for ctx.Err() == nil {
+			i := next.Add(1)
+			if i > int64(n) {
+				return
+			}
 			f(int(i - 1))
+			done.Add(1)
 		}
 	}
 	var others sync.WaitGroup
 	for range min(cap(r.hands), n) - 1 {
 		select {
 		case r.hands <- struct{}{}:
-			others.Go(func() {
-				defer func() { <-r.hands }()
-				work()
-			})
+			others.Go(work)
 		default:
 		}
 	}
-	r.busy(work)
+	select {
+	case r.hands <- struct{}{}:
+		work()
+	case <-ctx.Done():
+	}
 	others.Wait()
+	return done.Load() == int64(n)
 }
 
 // checkDigests gives the blocks that cannot be used, by reason.
