@@ -12,8 +12,8 @@ type Placer interface {
 	// SavePlaced is Save, and names the slots in which blocks of t lie then. What is not named is loaded by LoadPlaced. A slot
 	// that was named keeps its block until the connector gives it up as rule PLACE-21 says. At most 4,096 slots more are named than
 	// t has blocks: those of blocks that calls before have moved, which answered with an error. used are slots that the host has read
-	// since the last call, in that order: it counts as a use of what lies there. Both slices are the callee's and the
-	// caller's own.
+	// since the last call, in the order of their last reads, and each as often as it was read, three times at most: each counts as a
+	// use of what lies there. Both slices are the callee's and the caller's own.
 	SavePlaced(ctx context.Context, t *Transfer, kv *KV, used []uint32) (placed []uint32, err error)
 	// LoadPlaced is Load, and otherwise as SavePlaced: it names the slots of blocks that were there, and of those that it has
 	// brought there from elsewhere (rule PLACE-25).

@@ -34,15 +34,10 @@ type placement struct {
 	paused atomic.Bool // a reset is on its way
 	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
 
-	usedMu sync.Mutex
-	used   []uint32 // slots that were read, for the next save or load by message to tell
+	used uses // for the next save or load by message to tell
 }
 
-const (
-	lifeSerials = 1 << 40 // that a life of the plugin may draw
-	mostUsed    = 1 << 16 // slots that are remembered until somebody tells them
-	mostTold    = 1 << 12 // slots that one save or load tells
-)
+const lifeSerials = 1 << 40 // that a life of the plugin may draw
 
 // reopen prepares the arena for the next life of the plugin. nil: it is not placed.
 func (p *placement) reopen(arena []byte) (*connector.Placement, error) {
@@ -234,7 +229,7 @@ func (p *placement) load(ctx context.Context, r *rank, number int, blocks []conn
 	if p.tally(errs) || !all {
 		return false
 	}
-	p.noteUsed(refs)
+	p.used.note(refs)
 	return true
 }
 
@@ -283,27 +278,8 @@ func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac
 	})
 }
 
-// noteUsed remembers slots that were read, for the plugin's policy. The oldest are forgotten if the plugin is not
-// called for long.
-func (p *placement) noteUsed(refs []place.Ref) {
-	p.usedMu.Lock()
-	defer p.usedMu.Unlock()
-	for _, r := range refs {
-		p.used = append(p.used, uint32(r.Slot))
-	}
-	if more := len(p.used) - mostUsed; more > 0 {
-		p.used = p.used[more:]
-	}
-}
-
 // takeUsed gives what the next save or load tells the plugin.
-func (p *placement) takeUsed() (used []uint32) {
-	p.usedMu.Lock()
-	defer p.usedMu.Unlock()
-	n := min(len(p.used), mostTold)
-	used, p.used = p.used[:n:n], p.used[n:]
-	return used
-}
+func (p *placement) takeUsed() []uint32 { return p.used.take() }
 
 // usedForLoad is takeUsed for a load. A plugin that knows of saves alone would drop what a load tells, so it is kept for a save until
 // the plugin has shown otherwise.
