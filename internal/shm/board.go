@@ -175,10 +175,21 @@ type BoardView struct {
 
 	mu      sync.Mutex
 	waiting int
+	inVain  int // bells since a wait has ended
 	watched bool
 	changed chan struct{} // closed when the bell was rung
 	idle    chan struct{} // closed when the watching goroutine has ended; nil while there is none
+
+	rest func() // after a bell that is one too many; tests have their own
 }
+
+// A bell is rung for one counter and wakes all who wait for one of the board, so some are for nobody. But a peer that rings for
+// nobody without end must not keep a processor busy: after spareBells of them in a row there is a pause before the next one
+// is heard.
+const (
+	spareBells = 64
+	bellPause  = time.Millisecond
+)
 
 // ViewBoard makes the waiting end of a board that is mapped at mem, which must outlive it. It refuses
 // memory of another size with ErrIncompatible.
@@ -186,7 +197,7 @@ func ViewBoard(mem []byte) (*BoardView, error) {
 	if len(mem) != BoardBytes {
 		return nil, fmt.Errorf("board of %d bytes, want %d: %w", len(mem), BoardBytes, ErrIncompatible)
 	}
-	return &BoardView{mem: mem, changed: make(chan struct{})}, nil
+	return &BoardView{mem: mem, changed: make(chan struct{}), rest: func() { <-time.After(bellPause) }}, nil
 }
 
 // Wait waits until a counter is above seen and gives its count. ErrNotMine: call is over. Otherwise the
@@ -251,9 +262,17 @@ func (v *BoardView) enter() {
 func (v *BoardView) leave() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	v.inVain = 0
 	if v.waiting--; v.waiting == 0 {
 		ring(v.mem)
 	}
+}
+
+// rung counts a bell.
+func (v *BoardView) rung() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.inVain++
 }
 
 // watch passes the bell on to all who wait, until nobody does.
@@ -272,8 +291,15 @@ func (v *BoardView) watch(idle chan struct{}) {
 			v.mu.Unlock()
 			return
 		}
+		tired := v.inVain > spareBells
 		v.mu.Unlock()
-		_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&patience)), 0, 0)
+		if tired {
+			v.rest()
+		}
+		_, _, errno := unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard), uintptr(unsafe.Pointer(&patience)), 0, 0)
+		if errno != unix.ETIMEDOUT {
+			v.rung()
+		}
 	}
 }
 

@@ -150,3 +150,49 @@ func TestBoardCountsBack(t *testing.T) {
 	_, err = c.Wait(t.Context(), 3)
 	require.ErrorIs(t, err, ErrNotMine)
 }
+
+// A peer that rings for nobody without end is heard after pauses, and what somebody waits for arrives all the same.
+func TestBoardIsRungInVain(t *testing.T) {
+	b, v := openBoard(t)
+	rested := make(chan struct{}, 1)
+	v.rest = func() {
+		select {
+		case rested <- struct{}{}:
+		default:
+		}
+	}
+	c, _ := b.Take()
+	other, _ := b.Take()
+	waiting := make(chan error, 1)
+	go func() {
+		n, err := v.Wait(t.Context(), c.Slot, c.Call, 0)
+		if err == nil && n != 3 {
+			err = ErrNotMine
+		}
+		waiting <- err
+	}()
+	require.Eventually(t, func() bool {
+		other.Set(1)
+		select {
+		case <-rested:
+			return true
+		default:
+			return false
+		}
+	}, time.Minute, 100*time.Microsecond, "every bell is heard at once")
+	c.Set(3)
+	require.NoError(t, <-waiting)
+}
+
+// Bells for somebody are heard at once, however many there are.
+func TestBoardIsRungForSomebody(t *testing.T) {
+	b, v := openBoard(t)
+	v.rest = func() { t.Error("a pause after bells that were for somebody") }
+	c, _ := b.Take()
+	for n := range uint32(10 * spareBells) {
+		c.Set(n + 1)
+		got, err := v.Wait(t.Context(), c.Slot, c.Call, n)
+		require.NoError(t, err)
+		require.Equal(t, n+1, got)
+	}
+}
