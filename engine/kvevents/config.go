@@ -33,6 +33,8 @@ type Place struct {
 	Endpoint       string `json:"endpoint"`
 	ReplayEndpoint string `json:"replay_endpoint,omitempty"` // empty: what was missed is lost
 	Topic          string `json:"topic,omitempty"`
+
+	own bool // a socket must be of a process of this user: an instance has named it
 }
 
 // ParseConfig reads a config as JSON. Decoding is strict. Errors wrap ErrConfig and name the field.
@@ -77,9 +79,10 @@ func (p *Place) Check() error {
 }
 
 // Of is the place as an instance with that host name tells it, if a reader elsewhere can and may go there: to a port of
-// the same host, or on this machine to a socket of this user. An instance cannot send a reader anywhere else.
+// the same host, or on this machine to a socket of this user. An instance cannot send a reader anywhere else. Whose socket
+// it is a reader looks at again when it is connected, since another may lie at its path by then.
 func (p *Place) Of(host string) (Place, error) {
-	of := Place{Topic: p.Topic}
+	of := Place{Topic: p.Topic, own: true}
 	if len(p.Topic) > maxText {
 		return Place{}, fmt.Errorf("the topic has %d bytes, want at most %d", len(p.Topic), maxText)
 	}

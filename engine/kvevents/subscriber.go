@@ -1,12 +1,15 @@
 package kvevents
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
+	"os"
+	"syscall"
 	"time"
 
 	"github.com/kvport/kvport/internal/zmtp"
@@ -52,6 +55,7 @@ type Subscription struct {
 
 	pause func(ctx context.Context, d time.Duration) // of tests
 	now   func() time.Time                           // of tests
+	user  int                                        // this process's; tests have others
 	told  map[string]bool                            // what the log has as a warning since all was well
 }
 
@@ -106,6 +110,7 @@ func (s *Subscription) begin() {
 	if s.now == nil {
 		s.now = time.Now
 	}
+	s.user = cmp.Or(s.user, os.Getuid())
 	s.told = map[string]bool{}
 }
 
@@ -147,6 +152,10 @@ func (s *Subscription) dial(ctx context.Context, e zmtp.Endpoint, own string, pe
 	if conn, err = dial(short, e.Network, e.Address); err != nil {
 		return nil, nil, nil, err
 	}
+	if err = s.admits(conn); err != nil {
+		_ = conn.Close()
+		return nil, nil, nil, err
+	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	release = func() {
 		stop()
@@ -160,6 +169,29 @@ func (s *Subscription) dial(ctx context.Context, e zmtp.Endpoint, own string, pe
 		return nil, nil, nil, err
 	}
 	return z, conn, release, conn.SetDeadline(time.Time{})
+}
+
+// admits refuses a socket at which another user's process listens, if an instance has named it.
+func (s *Subscription) admits(conn net.Conn) error {
+	socket, ok := conn.(*net.UnixConn)
+	if !ok || !s.Place.own {
+		return nil
+	}
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var peer *syscall.Ucred
+	control := raw.Control(func(fd uintptr) {
+		peer, err = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED)
+	})
+	if err := errors.Join(control, err); err != nil {
+		return err
+	}
+	if int(peer.Uid) != s.user {
+		return fmt.Errorf("a process of user %d listens there, this one is of user %d", peer.Uid, s.user)
+	}
+	return nil
 }
 
 // follow reads events over one connection until it ends. What was published before it comes by a replay.

@@ -724,11 +724,40 @@ func TestConfig(t *testing.T) {
 	require.ErrorContains(t, (&Subscription{Place: Place{Endpoint: "ipc:///a", ReplayEndpoint: "b"}}).Run(t.Context()), "replay_endpoint: ")
 }
 
+// A socket that an instance has named is left if another user's process listens there: what lies at its path may have changed since it was
+// looked at. A place of the config is as it is.
+func TestSocketsOfOthersAreLeft(t *testing.T) {
+	p := publisher(t, "")
+	told := p.Place()
+	named, err := told.Of("localhost")
+	require.NoError(t, err)
+	e, err := zmtp.ParseEndpoint(named.Endpoint)
+	require.NoError(t, err)
+	for _, c := range []struct {
+		place   Place
+		user    int
+		refused bool
+	}{
+		{named, os.Getuid(), false}, {named, os.Getuid() + 1, true}, {told, os.Getuid() + 1, false},
+	} {
+		s := &Subscription{Place: c.place, user: c.user}
+		s.begin()
+		_, _, release, err := s.dial(t.Context(), e, zmtp.Sub, zmtp.Pub)
+		if c.refused {
+			require.ErrorContains(t, err, "a process of user ")
+			continue
+		}
+		require.NoError(t, err)
+		release()
+	}
+}
+
 // An instance tells a router where its events are, and can send it nowhere else than to itself.
 func TestPlaces(t *testing.T) {
 	own := publisher(t, "").Place()
 	got, err := own.Of("127.0.0.1")
 	require.NoError(t, err)
+	own.own = true
 	require.Equal(t, own, got)
 	file := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(file, nil, 0o600))
@@ -749,7 +778,7 @@ func TestPlaces(t *testing.T) {
 			continue
 		}
 		require.NoError(t, err, c.endpoint)
-		require.Equal(t, Place{Endpoint: c.want, ReplayEndpoint: c.want}, got)
+		require.Equal(t, Place{Endpoint: c.want, ReplayEndpoint: c.want, own: true}, got)
 	}
 	_, err = (&Place{Endpoint: "tcp://*:1", Topic: strings.Repeat("x", maxText+1)}).Of("a")
 	require.ErrorContains(t, err, "the topic has 1025 bytes")
