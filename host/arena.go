@@ -155,8 +155,8 @@ func tooMuch(want, limit, free int64) string {
 		return fmt.Sprintf("kvport.arena_limit permits %d: ask for less or raise the limit", limit)
 	case want > free:
 		return fmt.Sprintf("this machine has free %d: ask for less or free some memory", free)
-	case limit == 0 && want > free/2:
-		return fmt.Sprintf("this machine has free %d, of which it may have half without kvport.arena_limit: ask for less or set the limit", free)
+	case limit == 0 && want > free-free/8:
+		return fmt.Sprintf("this machine has free %d, of which it may have seven eighths without kvport.arena_limit: ask for less or set the limit", free)
 	}
 	return ""
 }

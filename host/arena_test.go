@@ -225,14 +225,14 @@ func TestArenaIsRenewedWhileItIsAllocated(t *testing.T) {
 	require.NoError(t, a.Close())
 }
 
-// Without a limit a connector, which says by itself how much it needs, leaves the machine half of its free memory.
+// Without a limit a connector, which says by itself how much it needs, leaves the machine an eighth of its free memory.
 func TestArenaIsTooMuch(t *testing.T) {
 	for _, c := range []struct {
 		want, limit, free int64
 		why               string // empty: permitted
 	}{
-		{1000, 0, 2000, ""},
-		{1001, 0, 2000, "this machine has free 2000, of which it may have half without kvport.arena_limit: ask for less or set the limit"},
+		{1750, 0, 2000, ""},
+		{1751, 0, 2000, "this machine has free 2000, of which it may have seven eighths without kvport.arena_limit: ask for less or set the limit"},
 		{2001, 0, 2000, "this machine has free 2000: ask for less or free some memory"},
 		{1990, 1990, 2000, ""},
 		{1991, 1990, 2000, "kvport.arena_limit permits 1990: ask for less or raise the limit"},
@@ -243,7 +243,7 @@ func TestArenaIsTooMuch(t *testing.T) {
 	} {
 		require.Equal(t, c.why, tooMuch(c.want, c.limit, c.free), "%+v", c)
 	}
-	_, err := (&promised{}).take(&Settings{}, &connector.Info{Name: "X"}, machine.FreeMemory("/")/4*3)
+	_, err := (&promised{}).take(&Settings{}, &connector.Info{Name: "X"}, machine.FreeMemory("/")/16*15)
 	require.ErrorIs(t, err, ErrConfig)
 	require.ErrorContains(t, err, ": ask for less or set the limit")
 }

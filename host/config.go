@@ -186,8 +186,8 @@ type Settings struct {
 	// LandingBytes is the landing memory of each rank at trust level staged, and at any level as much for the blocks that
 	// come from engines of other shapes.
 	LandingBytes int `json:"landing_bytes" jsonschema:"minimum=1,description=Landing memory of each rank at trust level staged; at any level as much for blocks of engines with another block size or other ranks."`
-	// ArenaLimit is the most bytes that a connector may have as its arena; 0: half of what the machine has free.
-	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it half of what the machine has free." jsonschema_extras:"unit=bytes"`
+	// ArenaLimit is the most bytes that a connector may have as its arena; 0: seven eighths of what the machine has free.
+	ArenaLimit int `json:"arena_limit" jsonschema:"minimum=1,description=The most bytes that a connector may have as memory that outlives it; without it seven eighths of what the machine has free." jsonschema_extras:"unit=bytes"`
 	// Sandbox says whether the plugin runs in a sandbox.
 	Sandbox SandboxMode `json:"sandbox" jsonschema:"enum=auto,enum=on,enum=off,description=auto: the plugin runs in a sandbox at trust level staged if the machine has one. on: it does at every trust level or does not start if the kernel cannot keep files and memory from it. off: it does not."`
 	// SandboxAllow is what a plugin in a sandbox may do.

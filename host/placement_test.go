@@ -34,7 +34,7 @@ type placedRig struct {
 	next  uint32 // slot
 
 	complete        bool         // says its plugin when it opens
-	failed, damaged atomic.Int64 // blocks that were found in slots in vain
+	failed, damaged atomic.Int64 // blocks that were found in slots and could not be used
 }
 
 const placedBlocks = 32
