@@ -287,7 +287,7 @@ func placeComplete(p *placing) {
 		p.Skipf("the connector does not say that what is placed is all that it has")
 	}
 	if p.info.Scope != connector.ScopeEngine {
-		p.Errorf("Info says Complete with the scope %v: other engines store what this one never hears of", p.info.Scope)
+		p.Errorf("Info says Complete with the scope %v: other engines store what this one never learns of", p.info.Scope)
 	}
 	a := &placedAlone{placing: p}
 	for range 6 {

@@ -242,7 +242,7 @@ type Info struct {
 	ArenaBlockTokens int64
 	// Complete says that with this config what lies in no slot that an answer has named (see Placer) is stored nowhere, so
 	// that the host answers every query itself (rule PLACE-27). A connector whose blocks others can see, of the scope node or
-	// shared, must not say it, since another engine may store what this one never hears of. Without CanPlace or an arena it
+	// shared, must not say it, since another engine may store what this one never learns of. Without CanPlace or an arena it
 	// means nothing.
 	Complete bool
 	// Stats declares what a StatsSource reports, at most MaxStats entries. StatInfo.Validate says which are

@@ -181,8 +181,8 @@ func TestPlacement(t *testing.T) {
 	require.Empty(t, r.p.takeUsed())
 }
 
-// Rule PLACE-23: of a plugin that has nothing but what it has placed, a query gets the longest prefix from which every group can go on
-// on all ranks, and no message is sent for what is nowhere.
+// Rule PLACE-23: of a plugin that has nothing but what it has placed, a query gets the longest prefix from which every group of
+// every rank can go on, and no message is sent for what is nowhere.
 func TestPlacementComplete(t *testing.T) {
 	r := newPlacedRig(t, 2, all(), connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
 	ks := keys(1, 5)

@@ -443,7 +443,7 @@ func TestStoreComplete(t *testing.T) {
 	for _, config := range []string{`{"bytes": 64, "who": 1}`, `{"bytes": 64, "who": 2}`} {
 		_, err := p.Describe(t.Context(), json.RawMessage(config))
 		require.ErrorIs(t, err, connector.ErrIncompatible)
-		require.ErrorContains(t, err, "others store what this one never hears of")
+		require.ErrorContains(t, err, "others store what this one never learns of")
 	}
 	d.Capabilities = 0
 	info, err := FromStore(d, open).Describe(t.Context(), json.RawMessage(`{"bytes": 64}`))

@@ -132,14 +132,14 @@ func askArena(info *connector.Info, config any) {
 	}
 }
 
-// askComplete sets in info what a config says of what is not placed. The error says that it cannot know that.
+// askComplete sets in info whether what is placed is all there is, as the config says. The error is that it cannot know that.
 func askComplete(info *connector.Info, config any) error {
 	c, ok := config.(interface{ Complete() bool })
 	if !ok || info.Capabilities&connector.CanPlace == 0 || !c.Complete() {
 		return nil
 	}
 	if info.Scope != connector.ScopeEngine {
-		return fmt.Errorf("the config says Complete with the scope %v, in which others store what this one never hears of: %w", info.Scope, connector.ErrIncompatible)
+		return fmt.Errorf("the config says Complete with the scope %v, in which others store what this one never learns of: %w", info.Scope, connector.ErrIncompatible)
 	}
 	info.Complete = true
 	return nil

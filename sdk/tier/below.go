@@ -40,7 +40,7 @@ type below struct {
 	renewals atomic.Uint32 // of it, at the last look
 }
 
-// Renewer is a lower tier that may lose all its blocks at once, and begins anew then.
+// Renewer is a lower tier that may lose all its blocks at once, and begins again then.
 type Renewer interface {
 	// Renewals looks whether the blocks are lost, and gives how often they were.
 	Renewals() uint32
@@ -395,7 +395,7 @@ func (g *staging) start(keys []connector.StoreKey) (started []*stage) {
 	return started
 }
 
-// begin gives a stage its memory, unless nobody wants it any more.
+// begin gives a stage its memory, unless nobody waits for it any more.
 func (g *staging) begin(s *stage, size int) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()

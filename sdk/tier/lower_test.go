@@ -133,7 +133,7 @@ func TestFetchAheadThatHangs(t *testing.T) {
 	})
 }
 
-// A block that nobody wants any more takes no memory and is not fetched.
+// A block that nobody waits for any more takes no memory and is not fetched.
 func TestFetchAheadOfTheUnwanted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		lower := &silent{}
