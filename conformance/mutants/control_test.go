@@ -41,7 +41,7 @@ func controlServer(words []string) (code int) {
 	switch words[0] {
 	case "list":
 		for _, name := range c.Keys(ctx, os.Getenv(conformance.UniqueVariable)+"*").Val() {
-			fmt.Println(name)
+			_, _ = fmt.Fprintln(os.Stdout, name)
 		}
 	case "get":
 		var value []byte
