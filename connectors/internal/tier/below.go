@@ -37,7 +37,7 @@ type below struct {
 	ends  sync.Map // of blocks on their way up: key -> expiry
 }
 
-// Renewer is a lower tier that may lose all its blocks at once, and begins anew then.
+// Renewer is a lower tier that may lose all its blocks at once and then begins with none.
 type Renewer interface {
 	// Renewals looks whether the blocks are lost, and gives how often they were.
 	Renewals() uint32
