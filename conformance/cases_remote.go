@@ -446,7 +446,7 @@ func (e *engine) busy(s *server) (end func()) {
 	e.Helper()
 	if s.Server == nil {
 		e.order(s, "refuse")
-		return func() { e.rig.mend(s) }
+		return func() { e.mend(s) }
 	}
 	e.do(e.Context(), s, "config", "set", "lua-time-limit", "20")
 	ctx, cancel := context.WithTimeout(e.Context(), e.recovery())

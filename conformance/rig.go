@@ -95,12 +95,12 @@ func (r *rig) must(err error, format string, args ...any) {
 }
 
 // mustAs is must for a call that breaks another rule than the case's if it fails.
-func (r *rig) mustAs(rule string, err error, format string, args ...any) {
+func (r *rig) mustAs(rule string, err error, what string) {
 	r.Helper()
 	if err != nil {
 		r.blame(rule)
 	}
-	r.must(err, format, args...)
+	r.must(err, "%s", what)
 }
 
 // mustOpen is must for the start of an instance or the opening of its sides. Until all sides of an engine were open once, nothing that the

@@ -89,7 +89,7 @@ func (e *engine) reborn() *engine {
 	return n
 }
 
-// opens opens and closes one side after the other, and gives the error of the first that does not open.
+// opens tries one side after the other, closes what it has opened, and gives the error of the first that does not open.
 func (e *engine) opens() error {
 	e.Helper()
 	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)

@@ -152,7 +152,7 @@ func (s *arenaStore) Put(ctx context.Context, items []connector.Item) error {
 	defer s.mu.Unlock()
 	for _, it := range items {
 		known, err := s.Lookup(ctx, [][]connector.StoreKey{{it.Key}})
-		if err == nil && known[0] == 1 && !it.Replace && s.memory.same(it) {
+		if err == nil && known[0] == 1 && !it.Replace && s.same(it) {
 			continue
 		}
 		if err := errors.Join(err, s.memory.Put(ctx, []connector.Item{it})); err != nil {

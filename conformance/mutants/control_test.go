@@ -41,7 +41,7 @@ func controlServer(words []string) (code int) {
 	switch words[0] {
 	case "list":
 		for _, name := range c.Keys(ctx, os.Getenv(conformance.UniqueVariable)+"*").Val() {
-			fmt.Println(name)
+			_, _ = fmt.Fprintln(os.Stdout, name)
 		}
 	case "get":
 		var value []byte
@@ -63,7 +63,8 @@ func controlServer(words []string) (code int) {
 			return 64
 		}
 		if words[0] == "mend" {
-			_ = c.Do(ctx, "script", "kill").Err() // an error where there is none
+			for c.Do(ctx, "script", "kill").Err() == nil { // until there is none any more
+			}
 		}
 		for _, order := range orders {
 			if err = c.Do(ctx, order...).Err(); err != nil {

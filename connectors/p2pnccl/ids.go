@@ -137,7 +137,7 @@ func (r *reader) kind(id connector.RequestID) (kind string, a addresses) {
 	switch {
 	case signature == "" && len(r.listed) == 0:
 		return idUnsigned, a
-	case signature == "" && !(r.listed.have(a.prefill) && r.listed.have(a.decode)):
+	case signature == "" && (!r.listed.have(a.prefill) || !r.listed.have(a.decode)):
 		return idUnlisted, a
 	case signature == "":
 		kind = idTrusted

@@ -40,7 +40,7 @@ type below struct {
 	renewals atomic.Uint32 // of it, at the last look
 }
 
-// Renewer is a lower tier that may lose all its blocks at once, and begins again then.
+// Renewer is a lower tier that may lose all its blocks at once and then begins with none.
 type Renewer interface {
 	// Renewals looks whether the blocks are lost, and gives how often they were.
 	Renewals() uint32

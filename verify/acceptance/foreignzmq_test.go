@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -146,12 +147,7 @@ func newBehindZMQ(t *testing.T, f *fixture.Fixture, setup fixture.Setup, less ..
 		config := fields{}
 		require.NoError(t, json.Unmarshal([]byte(text), &config))
 		maps.DeleteFunc(config, func(name string, _ any) bool {
-			for _, l := range less {
-				if name == l {
-					return true
-				}
-			}
-			return false
+			return slices.Contains(less, name)
 		})
 		whole, err := json.Marshal(fields{"kv_connector": f.Connector, "kv_role": role, "kv_connector_extra_config": config})
 		require.NoError(t, err)
