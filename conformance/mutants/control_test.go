@@ -66,17 +66,23 @@ func controlServer(words []string) (code int) {
 			for c.Do(ctx, "script", "kill").Err() == nil { // until there is none any more
 			}
 		}
-		for _, order := range orders {
-			if err = c.Do(ctx, order...).Err(); err != nil {
-				break
-			}
-		}
+		err = give(ctx, c, orders)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	return 0
+}
+
+// give sends orders until one fails.
+func give(ctx context.Context, c *redis.Client, orders [][]any) error {
+	for _, order := range orders {
+		if err := c.Do(ctx, order...).Err(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // jam has the server run a script without an end: it answers every request with BUSY meanwhile.

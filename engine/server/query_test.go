@@ -182,8 +182,14 @@ func TestUnsignedNamesNeedARouter(t *testing.T) {
 		key, label string
 		named      bool
 	}{
-		{"router", unsigned, true}, {"router", signed, true}, {"alice", signed, true}, {"alice", unsigned, false}, {"shared", unsigned, false},
-		{"alice", pairPrefix + hex32, false}, {"alice", unsigned + "_" + hex32[1:], false}, {"alice", unsigned + "_" + hex32 + "0", false},
+		{"router", unsigned, true},
+		{"router", signed, true},
+		{"alice", signed, true},
+		{"alice", unsigned, false},
+		{"shared", unsigned, false},
+		{"alice", pairPrefix + hex32, false},
+		{"alice", unsigned + "_" + hex32[1:], false},
+		{"alice", unsigned + "_" + hex32 + "0", false},
 	}
 	e := &script{outputs: []engine.Output{queried(nil, "")}}
 	f := serve(t, e, func(c *Config) { c.Key = tenants })
