@@ -354,7 +354,9 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
 		return err
 	}
-	x.takePair(len(prompts))
+	if x.params.query { // no other engine is asked to send blocks for it
+		x.pair = ""
+	}
 	for i, p := range prompts {
 		j, err := s.job(x, p, field)
 		if err != nil {
@@ -568,41 +570,6 @@ func label(given, own string) string {
 
 // pairPrefix begins an X-Request-Id in which a router names the engines at both ends of a request.
 const pairPrefix = "___prefill_addr_"
-
-// takePair sees to what the engines mean that a label names, once the request is known.
-func (x *exchange) takePair(prompts int) {
-	if x.params.query || !x.mayName() { // no other engine is asked to send blocks for it
-		x.pair = ""
-	}
-	if prompts == 1 && x.isPrefill() {
-		x.params.remote = true
-	}
-}
-
-// mayName reports whether the connector gets to know the engines that a label names. It checks the signature of a label that has one.
-// Without one, where clients have API keys, the label has to come from a router.
-func (x *exchange) mayName() bool {
-	return x.key == nil || x.key.Router || isSigned(strings.TrimSuffix(x.pair, "-"))
-}
-
-// isPrefill reports whether a request is the first of the two that vLLM's proxy for P2P NCCL makes: it names both engines, which nobody has
-// signed, asks for one token, and says no more of a handover. Its answer waits until its blocks are where the other engine finds them, as
-// with do_remote_decode.
-func (x *exchange) isPrefill() bool {
-	return x.pair != "" && !isSigned(strings.TrimSuffix(x.pair, "-")) && x.params.maxTokens == 1 && x.params.ticket == nil
-}
-
-// isSigned reports whether a label ends as one of a router that signs: with two numbers of 128 bits.
-func isSigned(label string) bool {
-	parts := strings.Split(label, "_")
-	if len(parts) < 2 {
-		return false
-	}
-	return !slices.ContainsFunc(parts[len(parts)-2:], func(s string) bool {
-		b, err := hex.DecodeString(s)
-		return err != nil || len(b) != 16
-	})
-}
 
 // newID is 128 random bits.
 func newID() string {

@@ -132,7 +132,7 @@ func kvportImports() map[string][]string {
 		"verify/fixture":      {},
 		"verify/testkit":      {"connector", "verify/fixture"}, // what tests of several packages share
 		"verify/names":        {},                              // reads the source, and builds a program of its own
-		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "internal/machine", "internal/zmtp", "verify/cluster", "verify/fixture", "verify/testkit"},
+		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "internal/machine", "verify/cluster", "verify/fixture", "verify/testkit"},
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/sandbox":    {},
 		"internal/shm":        {},
@@ -160,9 +160,9 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    connectorImports(),
 
-		"connectors/p2pnccl":          connectorImports("internal/register", "internal/keyring", "internal/ticket", "internal/zmtp"), // records 106 and 169
-		"connectors/lmcache":          connectorImports("internal/strictjson"),                                                       // LMCache's file suggests names, too
-		"connectors/internal/*":       {"connector", "internal/storekit", "internal/fault", "internal/machine"},                      // what several connectors share
+		"connectors/p2pnccl":          connectorImports("internal/register", "internal/keyring", "internal/ticket"), // record 106
+		"connectors/lmcache":          connectorImports("internal/strictjson"),                                      // LMCache's file suggests names, too
+		"connectors/internal/*":       {"connector", "internal/storekit", "internal/fault", "internal/machine"},     // what several connectors share
 		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
 		"multiconnector":              {"connector", "internal/eventlog"},
 
