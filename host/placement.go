@@ -32,6 +32,7 @@ type placement struct {
 	first    *byte        // of the arena
 	kv       *connector.KV
 	complete bool // the plugin has nothing but what it has named
+	unnamed  unnamed
 
 	paused atomic.Bool // a reset is on its way
 	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
@@ -178,7 +179,7 @@ func (p *placement) match(q *connector.Query) (m connector.Match, ok bool) {
 	}
 	err := shm.Guard(func() error {
 		// While some block is known to be wrong, whoever misses one asks the plugin: its load heals it.
-		whole := !p.complete || p.host.Wrong()
+		whole := !p.complete || p.host.Wrong() || p.unnamed.any()
 		end := p.prefix(q.Keys, min(q.Computed/tokens, len(q.Keys)), whole)
 		if n := end*tokens - q.Computed; n > 0 {
 			m = connector.Match{Tokens: n, Async: true}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"log/slog"
 	"math/rand/v2"
 	"slices"
@@ -226,6 +227,17 @@ func TestPlacementComplete(t *testing.T) {
 	require.Equal(t, 16, m.Tokens)
 	r.next = slots[0]
 	r.save(1, second[0])
+	finds(32, 0)
+	failed, later := errors.New("a block was declined"), error(nil)
+	over, beside := r.p.call(r.ranks[1]), r.p.call(r.ranks[1])
+	over(&failed)
+	beside(&later)
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "what it has stored with the answer that failed it names with the next one")
+	r.p.call(r.ranks[0])(&later)
+	_, ok = r.p.match(r.query(ks, 0))
+	require.False(t, ok, "that of the same rank")
+	r.p.call(r.ranks[1])(&later)
 	finds(32, 0)
 	r.p.pause()
 	_, ok = r.p.match(r.query(ks, 0))

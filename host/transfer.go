@@ -159,7 +159,8 @@ func (h *Host) placedFailed(blocks, damaged int) {
 }
 
 // save lets a worker read the blocks of a move: in the cache, or a copy of them.
-func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) error {
+func (h *Host) save(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (err error) {
+	defer h.place.call(r)(&err)
 	if r.landing == nil {
 		return h.saveTo(ctx, w, a.ID, a.Transfer, r.kv)
 	}
@@ -195,6 +196,7 @@ func (h *Host) stored(id tracker.CallID) {
 
 // load lets a worker fill the blocks of a move: in the cache, or in landing memory. placed are slots that it names.
 func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, err error) {
+	defer h.place.call(r)(&err)
 	if r.landing == nil {
 		return h.loadTo(ctx, w, a.Transfer, r.kv)
 	}

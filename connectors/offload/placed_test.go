@@ -111,6 +111,23 @@ func TestTurnsWithoutACall(t *testing.T) {
 	stop(t, p)
 }
 
+// A prefix that several prompts share is a hit from the third one on where blocks are stored when they are offered twice, although each
+// save of such a prompt fails for its own blocks, and an answer with an error names no slot.
+func TestPrefixBesideWhatIsDeclined(t *testing.T) {
+	kvport := binaries(t)
+	var client cluster.Client
+	p := serve(t, kvport, "sim", `{"cpu_bytes_to_use":67108864,"store_threshold":2}`)
+	for n := range 6 {
+		_, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: text(0, 16*5) + text(10+n, 16*3+3), MaxTokens: 4, IgnoreEOS: true})
+		require.NoError(t, err)
+		settled(t, &client, p)
+	}
+	m, err := client.Metrics(t.Context(), p.URL)
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, m.Sum("kvport_prompt_tokens_total", `source="external"`), 16.0*5*4)
+	stop(t, p)
+}
+
 // placedLoad is clients that send one prompt each again and again, whose blocks are resident.
 type placedLoad struct {
 	*testing.T

@@ -233,13 +233,19 @@ const warmPause = 20 * time.Millisecond
 
 // warmed waits until the memory of the plugin is allocated and mapped, which both processes do in the background.
 func (p *placed) warmed(ctx context.Context) error {
+	began := time.Now()
 	for allocated := 0.0; allocated < float64(p.Health().ArenaBytes); {
 		if pauseFor(ctx, warmPause); ctx.Err() != nil {
 			return ctx.Err()
 		}
-		var err error
-		if allocated, err = p.metric("kvport_arena_allocated_bytes"); err != nil {
+		now, err := p.metric("kvport_arena_allocated_bytes")
+		switch {
+		case err != nil:
 			return err
+		case now > allocated:
+			allocated, began = now, time.Now()
+		case time.Since(began) > time.Minute:
+			return fmt.Errorf("%v bytes of the arena are allocated, and no more for a minute", allocated)
 		}
 	}
 	for still := 0; still < 10; still++ {
