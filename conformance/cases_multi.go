@@ -219,6 +219,8 @@ func multiLayers(f *composite) {
 	l := both.layerBlocks(0, blocks(0, keys...)...)
 	for n := range both.layers() {
 		l.running("before the last layer was announced")
+		both.pause(pauseOfLayer)
+		f.neitherHas(keys, n)
 		l.compute(n + 1)
 	}
 	f.must(l.result(), "save layers")
@@ -236,9 +238,15 @@ func multiLayersGiveUp(f *composite) {
 		if l.result() == nil {
 			f.Errorf("SaveLayers returned nil, the engine gave up after %d of %d layers", n, both.layers())
 		}
-		for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
-			f.equal(0, f.of(kid).match(keys...), "blocks that child %d has of which %d layers were computed", i, n)
-		}
+		f.neitherHas(keys, n)
+	}
+}
+
+// neitherHas fails if a child offers blocks of which only some layers were computed.
+func (f *composite) neitherHas(keys []connector.BlockKey, layers int) {
+	f.Helper()
+	for i, kid := range []map[string]json.RawMessage{f.a, f.b} {
+		f.equal(0, f.of(kid).match(keys...), "blocks that child %d has of which %d layers were computed", i, layers)
 	}
 }
 

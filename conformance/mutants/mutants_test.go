@@ -213,9 +213,9 @@ func TestMutantsAreCaught(t *testing.T) {
 
 // byChance reports whether a mutant has more chances to be noticed: what a killed process leaves behind depends on
 // when the kill meets it, what bytes that are changed on their way belong to on how the system cuts them up, which of three saves
-// comes first, and whether a save comes before its layers are computed, on the scheduler, and how many random histories are played on how fast the machine is.
+// comes first on the scheduler, and how many random histories are played on how fast the machine is.
 func byChance(program, name string) bool {
-	return program != "" || strings.HasPrefix(name, "pd-corrupt") || strings.HasPrefix(name, "random") || name == "layer-many" || name == "multi-layers"
+	return program != "" || strings.HasPrefix(name, "pd-corrupt") || strings.HasPrefix(name, "random") || name == "layer-many"
 }
 
 // racy are the cases whose mutants write, or read, what they must not yet.
