@@ -75,10 +75,10 @@ func requireRows(t *testing.T, rows []Row, names ...string) {
 func TestPlaced(t *testing.T) {
 	emit, rows := collect()
 	require.NoError(t, Placed(t.Context(), PlacedOptions{Model: tiny, Threads: 2, PluginPath: []string{pluginFolder}, Quick: true, Emit: emit}))
-	requireRows(t, *rows, "save of 1 x 48 KB, the first into its memory beside one that replaces another block",
+	requireRows(t, *rows, "save of 1 x 48 KB, the first into its memory",
 		"lookup of 32 keys of 48 KB, after 20ms of other work", "lookup of 128 keys of 48 KB, hot, processor time",
 		"load of 128 x 48 KB, after 20ms of other work", "load of 128 x 48 KB, hot : copy, then digest, 95 % to",
-		"time between tokens of one request beside loads of 32 x 48 KB without end, 95 % to", "loads of 32 x 48 KB beside decoding : copies beside it",
+		"ITL beside loads of 32 x 48 KB without end, 95 % to", "loads of 32 x 48 KB beside decoding : copies beside it",
 		"load of all batches of 737 KB, hot, 95 % from", "save of 32 x 737 KB, hot, processor time : copy, then digest")
 	require.False(t, slices.ContainsFunc(*rows, func(r Row) bool { return strings.Contains(r.Name, "8 MiB") }))
 }

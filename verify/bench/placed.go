@@ -225,7 +225,7 @@ func (p *placed) fill(ctx context.Context) error {
 			return err
 		}
 	}
-	name := fmt.Sprintf("save of 1 x %s, the first into its memory beside one that replaces another block", p.shape.name)
+	name := fmt.Sprintf("save of 1 x %s, the first into its memory", p.shape.name)
 	return p.Emit(shorter(name, p.shape.block(), middle(first), middle(later), "us")(atLeast(0.77)))
 }
 

@@ -52,7 +52,7 @@ func (p *placed) decoding(ctx context.Context) (err error) {
 	rate := func(blocks *atomic.Int64, way int) float64 {
 		return float64(blocks.Load()*int64(rounds)/int64(rounds+1)*p.shape.block()) / spent[way] / 1e9
 	}
-	name := fmt.Sprintf("time between tokens of one request beside %s of %d x %s without end", "%s", at, p.shape.name)
+	name := fmt.Sprintf("ITL beside %s of %d x %s without end", "%s", at, p.shape.name)
 	return errors.Join(
 		p.beside(fmt.Sprintf(name, "loads"), 0, compared{"ms", gaps[1], gaps[0], budget{}}),
 		p.beside(fmt.Sprintf(name, "copies"), 0, compared{"ms", gaps[2], gaps[0], budget{}}),

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/kvport/kvport/verify/bench"
@@ -51,7 +52,7 @@ func Files(docs string) (map[string][]byte, error) {
 		if page, err = replace(page, kind, table); err != nil {
 			return nil, err
 		}
-		files["benchmarks/"+kind+".svg"] = Plot(rows)
+		files["benchmarks/"+kind+".svg"] = Plot(drawn(kind, rows))
 	}
 	for kind, draw := range map[string]func([]bench.Row) []byte{"layerwise": Timeline, "overlap": OverlapTimeline} {
 		rows, err := readRows(filepath.Join(docs, "benchmarks", kind+".jsonl"))
@@ -74,6 +75,14 @@ func Files(docs string) (map[string][]byte, error) {
 	}
 	files["benchmarks.md"] = page
 	return files, nil
+}
+
+// drawn are the rows of a kind that have a bar. Those of placed blocks are many, so only what is beside the first limit is drawn.
+func drawn(kind string, rows []bench.Row) []bench.Row {
+	if kind != "placed" {
+		return rows
+	}
+	return slices.DeleteFunc(slices.Clone(rows), func(r bench.Row) bool { return strings.Contains(r.Name, " : ") })
 }
 
 func readRows(name string) (_ []bench.Row, err error) {
