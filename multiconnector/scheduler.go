@@ -256,19 +256,21 @@ func (f *search) reach(child int) int {
 	return a.end
 }
 
-// see remembers what a child of scope shared has answered that it has: it is not sent there again, and tickets name it.
+// see remembers what a child of scope shared has answered that it has: it is not sent there again, and tickets name it. What the child
+// does not offer is sent again, also if it had it once.
 func (s *scheduler) see(f *search, child int) {
 	a, c := &f.known[child], &s.children[child]
-	if f.q.Request == "" || a.end <= a.from || c.Info.Scope != connector.ScopeShared {
+	if f.q.Request == "" || a.from < 0 || c.Info.Scope != connector.ScopeShared {
 		return
 	}
 	if len(s.groups) != 1 {
 		return // keys and blocks of several groups do not go one to one
 	}
-	first, last := a.from/s.unit, min(a.end/s.unit, len(f.q.Keys))
+	first, last := a.from/s.unit, min(max(a.from, a.end)/s.unit, len(f.q.Keys))
 	keys := f.q.Keys[min(first, last):last]
 	if c.Role.Saves() {
 		s.seen.add(child, keys)
+		s.seen.absent(child, f.q.Keys[last:])
 	}
 	if c.isSharedStore() {
 		s.stored.add(child, keys)
@@ -415,10 +417,24 @@ func (s *seen) lost(child int, blocks []connector.Block) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range blocks {
-		for _, keys := range []map[connector.BlockKey]uint32{s.keys, s.old} {
-			if keys[b.Key] != 0 {
-				keys[b.Key] &^= 1 << child
-			}
+		s.forget(child, b.Key)
+	}
+}
+
+// absent forgets that a child has some blocks: it does not offer them any more.
+func (s *seen) absent(child int, keys []connector.BlockKey) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, k := range keys {
+		s.forget(child, k)
+	}
+}
+
+// forget forgets one block. The caller holds mu.
+func (s *seen) forget(child int, k connector.BlockKey) {
+	for _, keys := range []map[connector.BlockKey]uint32{s.keys, s.old} {
+		if keys[k] != 0 {
+			keys[k] &^= 1 << child
 		}
 	}
 }

@@ -29,20 +29,14 @@ func inOneFileBeside(b *badFiles) error {
 	return errors.Join(os.WriteFile(filepath.Join(b.dir, "VERSION"), []byte("1\n"), 0o600), inOneFile(b))
 }
 
-// inOneFileAgain begins another file where the one it has open was removed, but first skips what it knows from that one.
+// inOneFileAgain begins another file with a save where the one it has open was removed, but first skips what it knows from that one.
 func inOneFileAgain(b *badFiles) error {
 	path := filepath.Join(b.dir, "all.log")
 	l, err := openLog(path)
 	if err != nil {
 		return err
 	}
-	b.lookup = func(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
-		if err := l.renew(path); err != nil {
-			return nil, err
-		}
-		return l.lookup(ctx, runs)
-	}
-	b.get = func(it connector.Item) error { return errors.Join(l.renew(path), l.get(it)) }
+	b.lookup, b.get = l.lookup, l.get
 	b.put = func(it connector.Item) error {
 		if _, there, err := l.find(it.Key); err != nil || there && !it.Replace {
 			return err
