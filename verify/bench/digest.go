@@ -224,14 +224,12 @@ func (d *digesting) compare(ctx context.Context, name string, size, span int, wa
 		if i > 0 {
 			row.judge(median, way.budget)
 		}
-		list := []Row{row, {Name: row.Name + ", 95 % from", Value: round(low), Unit: "ratio"}, {Name: row.Name + ", 95 % to", Value: round(high), Unit: "ratio"}}
-		if i == 0 {
-			list = list[:1] // it is 1
+		list := []Row{row} // the first one's ratio is 1
+		if i > 0 {
+			list = row.Between(median, low, high)
 		}
-		for _, row := range list {
-			if err := d.Emit(row); err != nil {
-				return err
-			}
+		if err := d.Emit.all(list); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -247,9 +245,12 @@ func medianInterval(ratios []float64) (low, median, high float64) {
 }
 
 // threadTime is what this thread has computed so far.
-func threadTime() time.Duration {
+func threadTime() time.Duration { return clockTime(unix.CLOCK_THREAD_CPUTIME_ID) }
+
+// clockTime is the processor time that a clock shows: that of a thread, of this process or of another.
+func clockTime(clock int32) time.Duration {
 	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now); err != nil {
+	if err := unix.ClockGettime(clock, &now); err != nil {
 		return 0
 	}
 	return time.Duration(now.Nano())

@@ -174,13 +174,7 @@ func (b *bench) peak(ctx context.Context) (err error) {
 }
 
 // cpuTime is what this process has computed so far.
-func cpuTime() time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		return 0
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
+func cpuTime() time.Duration { return clockTime(unix.CLOCK_PROCESS_CPUTIME_ID) }
 
 // cost reads a model's shape from its file: the floating-point operations of a prompt, and the bytes of
 // weights that a step reads. Without a file both are 0.

@@ -96,11 +96,5 @@ func (b *bench) pair(ctx context.Context, name string, bytes int64, runners []*r
 		slices.Sort(all)
 	}
 	row := shorter(name, bytes, times[0].millis(), times[1].millis(), "ms")(budget{})
-	row.Ratio = round(median)
-	for _, row := range []Row{row, {Name: name + ", 95 % from", Value: round(low), Unit: "ratio"}, {Name: name + ", 95 % to", Value: round(high), Unit: "ratio"}} {
-		if err := b.Emit(row); err != nil {
-			return err
-		}
-	}
-	return nil
+	return b.Emit.all(row.Between(median, low, high))
 }

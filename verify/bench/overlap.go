@@ -59,16 +59,9 @@ func Overlap(ctx context.Context, o EngineOptions) (err error) {
 		}
 	}
 	bytes := blockBytes(m) * int64(b.prompt/blockTokens)
-	slices.Sort(early)
-	slices.Sort(whole)
 	rows := append(last.rows(bytes/int64(m.Spec().Layers)),
-		shorter(fmt.Sprintf("first token of %d loaded tokens, layer by layer beside whole", b.prompt), bytes, early[len(early)/2], whole[len(whole)/2], "ms")(budget{}))
-	for _, row := range rows {
-		if err := o.Emit(row); err != nil {
-			return err
-		}
-	}
-	return nil
+		shorter(fmt.Sprintf("first token of %d loaded tokens, layer by layer beside whole", b.prompt), bytes, middle(early), middle(whole), "ms")(budget{}))
+	return o.Emit.all(rows)
 }
 
 // overlapPair is a producer, and two consumers that share its model, since only one of the three computes at a time.

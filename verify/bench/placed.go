@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
@@ -249,11 +248,11 @@ func (p *placed) warmed(ctx context.Context) error {
 		}
 	}
 	for still := 0; still < 10; still++ {
-		before := processTime(p.plugin)
+		before := clockTime(p.plugin)
 		if pauseFor(ctx, warmPause); ctx.Err() != nil {
 			return ctx.Err()
 		}
-		if processTime(p.plugin)-before > 2*time.Millisecond {
+		if clockTime(p.plugin)-before > 2*time.Millisecond {
 			still = 0
 		}
 	}
@@ -274,15 +273,6 @@ func (p *placed) metric(name string) (sum float64, err error) {
 		}
 	}
 	return sum, nil
-}
-
-// processTime is the processor time that a clock shows.
-func processTime(clock int32) time.Duration {
-	var now unix.Timespec
-	if err := unix.ClockGettime(clock, &now); err != nil {
-		return 0
-	}
-	return time.Duration(now.Nano())
 }
 
 // allPlaced says that some load went by message, which the rows would not show.

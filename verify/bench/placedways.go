@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host"
@@ -103,7 +102,7 @@ func micros(d time.Duration) float64 { return float64(d) / float64(time.Microsec
 
 // cpu is the processor time of this process and of the plugin.
 func (p *placed) cpu() time.Duration {
-	return processTime(unix.CLOCK_PROCESS_CPUTIME_ID) + processTime(p.plugin)
+	return cpuTime() + clockTime(p.plugin)
 }
 
 // turns runs the ways in turns, after other work if there is any, and gives what each cost in each round. The first round does not count.
@@ -172,12 +171,7 @@ func (p *placed) beside(name string, bytes int64, c compared) error {
 	low, median, high := medianInterval(ratios)
 	row := shorter(name, bytes, middle(slices.Clone(value)), middle(slices.Clone(limit)), c.unit)(c.budget)
 	row.judge(median, c.budget)
-	for _, row := range []Row{row, {Name: name + ", 95 % from", Value: round(low), Unit: "ratio"}, {Name: name + ", 95 % to", Value: round(high), Unit: "ratio"}} {
-		if err := p.Emit(row); err != nil {
-			return err
-		}
-	}
-	return nil
+	return p.Emit.all(row.Between(median, low, high))
 }
 
 // heat names what came before.

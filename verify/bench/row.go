@@ -78,6 +78,18 @@ func Beside(name, unit string, value, limit, ratio float64) Row {
 	return Row{Name: name, Value: round(value), Unit: unit, Limit: round(limit), Ratio: round(ratio)}
 }
 
+// The rows that say between what a ratio is said to be have the name of its row and one of these.
+const (
+	LowBound  = ", 95 % from"
+	HighBound = ", 95 % to"
+)
+
+// Between is the row with a ratio that is given, and behind it the two rows between which that is said to be.
+func (r Row) Between(ratio, low, high float64) []Row {
+	r.Ratio = round(ratio)
+	return []Row{r, {Name: r.Name + LowBound, Value: round(low), Unit: "ratio"}, {Name: r.Name + HighBound, Value: round(high), Unit: "ratio"}}
+}
+
 // absent names what could not be measured, and why.
 func absent(name, why string) Row { return Row{Name: name + " (" + why + ")", Unit: "absent"} }
 
@@ -95,6 +107,16 @@ func round(v float64) *float64 {
 
 // Emit is what gets rows as they are measured.
 type Emit func(Row) error
+
+// all emits rows until one fails.
+func (e Emit) all(rows []Row) error {
+	for _, r := range rows {
+		if err := e(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
 // JSON writes rows as JSON Lines.
 func JSON(w io.Writer) Emit {

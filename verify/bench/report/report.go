@@ -149,20 +149,17 @@ func Table(rows []bench.Row, why []reason) (string, error) {
 	return b.String(), nil
 }
 
-// The rows that say between what a ratio is said to be have the name of its row and one of these.
-const lowBound, highBound = ", 95 % from", ", 95 % to"
-
 func isBound(name string) bool {
-	return strings.HasSuffix(name, lowBound) || strings.HasSuffix(name, highBound)
+	return strings.HasSuffix(name, bench.LowBound) || strings.HasSuffix(name, bench.HighBound)
 }
 
 // boundsOf are the intervals of ratios, by the names of their rows.
 func boundsOf(rows []bench.Row) map[string]string {
 	out := map[string]string{}
 	for _, r := range rows {
-		if name, is := strings.CutSuffix(r.Name, lowBound); is {
+		if name, is := strings.CutSuffix(r.Name, bench.LowBound); is {
 			out[name] = " (" + bound(r.Value) + " to "
-		} else if name, is := strings.CutSuffix(r.Name, highBound); is {
+		} else if name, is := strings.CutSuffix(r.Name, bench.HighBound); is {
 			out[name] += bound(r.Value) + ")"
 		}
 	}

@@ -64,8 +64,8 @@ func everything(rows []bench.Row) []served {
 		if isBound(r.Name) {
 			continue
 		}
-		low, interval := named[r.Name+lowBound]
-		n := served{row: r, interval: interval, low: low.Value, high: named[r.Name+highBound].Value}
+		low, interval := named[r.Name+bench.LowBound]
+		n := served{row: r, interval: interval, low: low.Value, high: named[r.Name+bench.HighBound].Value}
 		rest, prefix := r.Name, ""
 		if at, is := strings.CutPrefix(rest, "at "); is {
 			n.at, rest, _ = strings.Cut(at, ", ")

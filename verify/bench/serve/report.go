@@ -65,12 +65,7 @@ func (r *Result) compared(base *Result, row bench.Row, interval func() Interval)
 		return []bench.Row{row}
 	}
 	of := interval()
-	row.Ratio = bench.Beside("", "", math.NaN(), math.NaN(), of.Value).Ratio
-	return []bench.Row{
-		row,
-		bench.Beside(row.Name+", 95 % from", "ratio", of.Low, math.NaN(), math.NaN()),
-		bench.Beside(row.Name+", 95 % to", "ratio", of.High, math.NaN(), math.NaN()),
-	}
+	return row.Between(of.Value, of.Low, of.High)
 }
 
 // within names an SLO, if there are several.
