@@ -8,7 +8,7 @@ import (
 )
 
 // An index that is walked from end to end, a folder with everything in it, a list that is sorted at each save: such a connector passes
-// with a hundred blocks and stands still after a day. So one case stores many, and compares what calls take then with what
+// with a hundred blocks and has next to no answers after a day. So one case stores many, and compares what calls take then with what
 // the same calls took at the beginning.
 
 const (

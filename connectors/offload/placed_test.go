@@ -19,6 +19,14 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
+// A connector alone, and two as children of a MultiConnector; the trust level is still to be filled in.
+const (
+	alone = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"trust":%q}}`
+	pair  = `{"kv_connector":"MultiConnector","kv_role":"kv_both","kvport":{"trust":%q},"kv_connector_extra_config":{"connectors":[
+		{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864}},
+		{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":33554432}}]}}`
+)
+
 // Rules PLACE-23 and PLACE-24: prompts that come again are matched and loaded without a call of the plugin, also after the
 // plugin was killed and after a reset, at both trust levels and on several ranks; no token differs.
 func TestPlacedHits(t *testing.T) {
@@ -40,11 +48,6 @@ func TestPlacedHits(t *testing.T) {
 	single := serve(t, kvport, "sim", "")
 	want := ask(single)
 	stop(t, single)
-	const (
-		alone = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"trust":%q}}`
-		child = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":%d}}`
-	)
-	pair := `{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[` + fmt.Sprintf(child, 67108864) + "," + fmt.Sprintf(child, 33554432) + `]},"kvport":{"trust":%q}}`
 	for _, c := range []struct {
 		name, config, trust string
 		args                []string
@@ -80,10 +83,7 @@ func TestPlacedHits(t *testing.T) {
 					kill(t, &client, p)
 				}
 			}
-			resp, err := http.Post(p.URL+"/reset_prefix_cache", "", nil)
-			require.NoError(t, err)
-			require.NoError(t, resp.Body.Close())
-			require.Equal(t, http.StatusOK, resp.StatusCode)
+			resetCache(t, p)
 			blocks := sum("kvport_placed_blocks_total")
 			require.Equal(t, want, ask(p))
 			require.InDelta(t, blocks, sum("kvport_placed_blocks_total"), 0, "nothing is resident after a reset")
@@ -97,6 +97,15 @@ func TestPlacedHits(t *testing.T) {
 			stop(t, p)
 		})
 	}
+}
+
+// resetCache has an engine forget every block.
+func resetCache(t *testing.T, p *cluster.Process) {
+	t.Helper()
+	resp, err := http.Post(p.URL+"/reset_prefix_cache", "", nil)
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+	require.Equal(t, http.StatusOK, resp.StatusCode)
 }
 
 // Rule PLACE-23: each turn of a conversation has a new end, and with memory alone it is matched as far as it is known without a call of the plugin.
