@@ -25,7 +25,7 @@ func TestAuto(t *testing.T) {
 	if testing.Short() {
 		t.Skip("builds the examples and starts every plugin: left out with -short, which the race stage uses")
 	}
-	never := []string{string(conformance.Power), string(conformance.Bidirectional), string(conformance.Offload)}
+	never := []string{string(conformance.Power), string(conformance.Bidirectional), string(conformance.Offload), string(conformance.Ageing)}
 	for _, f := range testkit.Fixtures(t) {
 		t.Run(f.Folder, func(t *testing.T) {
 			rig.Need(t, f.Needs)
