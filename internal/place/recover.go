@@ -12,6 +12,7 @@ import (
 // retired, whatever its word says, and waits for its readers.
 func (p *Plugin) recover(drawn uint64, now int64) {
 	found := map[Slot]Header{}
+	over := map[connector.StoreKey]uint64{} // what is no longer kept has replaced what is older
 	for s := range Slot(p.g.Slots) {
 		w := Word(p.arena.Load(p.g.wordAt(s)))
 		if w.State() == Free {
@@ -20,11 +21,15 @@ func (p *Plugin) recover(drawn uint64, now int64) {
 		}
 		var h Header
 		words := p.g.loadHeader(p.arena, s)
-		if w.State() == Ready && h.decode(p.g, s, w.Generation(), &words) && h.Epoch == p.epoch && h.Serial <= drawn && !h.expired(now) {
+		right := w.State() == Ready && h.decode(p.g, s, w.Generation(), &words) && h.Epoch == p.epoch && h.Serial <= drawn
+		if right && !h.expired(now) {
 			found[s] = h
-		} else {
-			p.discard(s, w)
+			continue
 		}
+		if right {
+			over[h.Key] = max(over[h.Key], h.Serial)
+		}
+		p.discard(s, w)
 	}
 	sets := together(found)
 	slices.SortFunc(sets, func(a, b *Set) int {
@@ -32,7 +37,7 @@ func (p *Plugin) recover(drawn uint64, now int64) {
 	})
 	kept := map[Slot]bool{}
 	for _, s := range sets {
-		if p.overlaps(s) {
+		if p.overlaps(s) || s.older(over) {
 			continue
 		}
 		for i, slot := range s.Slots {
@@ -58,6 +63,11 @@ func (p *Plugin) discard(s Slot, w Word) {
 
 func (p *Plugin) overlaps(s *Set) bool {
 	return slices.ContainsFunc(s.Parts, func(part Part) bool { return p.resident[part.Key] != nil })
+}
+
+// older says whether one of the parts was saved again later.
+func (s *Set) older(later map[connector.StoreKey]uint64) bool {
+	return slices.ContainsFunc(s.Parts, func(part Part) bool { return later[part.Key] > s.Serial })
 }
 
 // together are the sets all of whose parts were found.

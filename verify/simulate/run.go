@@ -134,6 +134,9 @@ func (h *host) apply(op Op, d *rng) {
 		return
 	}
 	h.haunt(d)
+	if op.Kind == opWork || op.Kind == opAnswer {
+		h.workAlone(d)
+	}
 	p := h.proc
 	if p == nil {
 		return
@@ -227,7 +230,9 @@ func (w *World) round(n int) (busy bool) {
 	}
 	for _, e := range w.engines {
 		if h := e.host; h != nil {
-			busy = busy || len(h.queue) > 0
+			busy = busy || len(h.queue) > 0 || h.own.busy()
+			for h.workAlone(&d) {
+			}
 			h.workOff(&d)
 		}
 		busy = e.turn(1000, n%3) || busy
