@@ -40,15 +40,17 @@ def ways(rig, label, engine, prompts, want):
 
 
 def equal_cases(rig):
-    """(label, setup, config, layout, more of the extra config): every connector, every layout in two processes, tensors."""
-    setups = sorted(stored(rig), key=lambda pair: not pair[0].shared)
+    """(label, setup, config, layout, more of the extra config): every connector, every layout in two processes, tensors; in short, one store of files."""
+    setups, whole = sorted(stored(rig), key=lambda pair: not pair[0].shared), rig.options.all and not rig.options.connector
+    if not rig.options.all and not rig.options.connector:
+        setups = [pair for pair in setups if typical(pair[0])]
     layouts = itertools.cycle(LAYOUTS)
     cases = [(f"{setup.label}, {layout}", setup, config, layout, {}) for (setup, config), layout in zip(setups, layouts, strict=False)]
-    for setup, config in setups:
-        if typical(setup):
+    for setup, _ in setups:
+        if typical(setup) and rig.options.all:
             cases.append((f"{setup.label}, tensors", setup, setup.fill(rig, rig.folder / "tensors"), "layer_first", {"interface_v1": 0}))
     rig.check(bool(cases), "no connector was run")
-    if not rig.options.connector:
+    if whole:
         rig.check({s.connector for s, _ in setups} == named(), f"run were {[s.connector for s, _ in setups]}, want {sorted(named())}")
         rig.check({layout for _, s, _, layout, _ in cases if s.shared} == set(LAYOUTS), "a layout was not run in two processes")
     return cases
@@ -145,20 +147,12 @@ def other_weights(rig):
 
 
 def others(rig):
-    """Engines of another layout, page size, dtype and model on the same folder find nothing, and then their own."""
+    """Engines of another layout, page size, dtype and model on the same folder find nothing, and then their own; in short, of another layout."""
     _, connector, config = storage(rig, rig.folder / "blocks")
     kept = extra(connector, config)
     prompts = [rig.prompts.cut("others", 400)]
     want = rig.want(prompts)
-    model = other_weights(rig)
-    cases = {
-        "first": ({}, want),
-        "layout": ({"layout": "page_first_direct"}, want),
-        "page size": ({"page_size": 32}, want),
-        "dtype": ({"dtype": "bfloat16"}, None),  # which transformers rounds in another order
-        "model": ({"model_path": str(model)}, rig.want(prompts, model=model)),
-    }
-    asked = set()
+    asked, cases = set(), other_engines(rig, prompts, want)
     for name, (more, answers) in cases.items():
         engine = SGLang(rig, name.replace(" ", "-"), kept, **more)
         cold = engine.run(prompts)
@@ -176,8 +170,22 @@ def others(rig):
         engine.check_calls()
         engine.leave()
         rig.count("engines on one folder, none of which took another's page")
-    rig.check(len(asked) == 2, f"SGLang's own keys differ: {len(asked)} of {len(cases)}, so this shows nothing")
+    sizes = {more.get("page_size", PAGE) for more, _ in cases.values()}
+    rig.check(len(asked) == len(sizes), f"SGLang's own keys differ: {len(asked)} of {len(cases)}, so this shows nothing")
     rig.show("different first keys that SGLang asked for", len(asked))
+
+
+def other_engines(rig, prompts, want):
+    """{name: (how it is started, what it must answer)}; in short, the first two."""
+    cases = {"first": ({}, want), "layout": ({"layout": "page_first_direct"}, want)}
+    if rig.options.all:
+        model = other_weights(rig)
+        cases |= {
+            "page size": ({"page_size": 32}, want),
+            "dtype": ({"dtype": "bfloat16"}, None),  # which transformers rounds in another order
+            "model": ({"model_path": str(model)}, rig.want(prompts, model=model)),
+        }
+    return cases
 
 
 def updated(rig):
