@@ -11,10 +11,10 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from connectors import Valkey, line, storage, storage_plugin
+from connectors import Valkey, line
 from connectors import setups as every
 from faults import PATIENT as BREAKER
-from faults import meet, moved, process
+from faults import process
 from relay import FROM_SERVER, TO_SERVER, Relay
 from rig import Failed
 from served import PAGE, PATIENT, SGLang, check_cached, extra, full
@@ -37,55 +37,77 @@ def in_time(rig, engine, settings, asked=tuple(METHODS)):
 
 
 def rounds(rig):
-    """What is done in each round: (victim, signal)."""
+    """What is done in each round: (victim, signal, amid which kind of call)."""
     n = rig.options.kills
-    out = [("plugin", signal.SIGSTOP if i % 4 == 3 else signal.SIGKILL) for i in range(n)]
-    out += [("agent", signal.SIGKILL)] * max(1, n // 6)
+    out = [("plugin", signal.SIGSTOP if i % 5 == 3 else signal.SIGKILL, ("get", "put")[i % 2]) for i in range(n)]
+    out += [("agent", signal.SIGKILL, ("get", "put")[i % 2]) for i in range(max(1, n * 3 // 20))]
     random.Random(rig.options.seed).shuffle(out)
     return out
 
 
+class Kills:
+    """One engine whose store is behind a relay, which holds a transfer until the process that does it was struck."""
+
+    SETTINGS = {"exists_ms": 9_000, "get_ms": 10_000, "put_ms": 10_000}
+    AMID = 1 << 19  # bytes after which a transfer is held: less than a page, so none of its pages is over
+    DIRECTION = {"get": FROM_SERVER, "put": TO_SERVER}
+
+    def __init__(self, rig):
+        self.rig = rig
+        server = Valkey(rig, rig.folder / "valkey")
+        self.relay = Relay(server.address)
+        self.relay.come()
+        connector, config, self.plugin = remote(self.relay.address)
+        self.engine = SGLang(rig, "engine", extra(connector, config, self.SETTINGS, BREAKER))
+
+    def strike(self, prompts, want, victim, signum, kind):
+        """Answer prompts, and strike a process amid a get or put of theirs; the process id of who was struck."""
+        word = "agent" if victim == "agent" else self.plugin
+        self.rig.check(pid := process(self.engine, word), f"no {victim} is running: {self.engine.kin()}")
+        since = len(self.engine.rows())
+        with ThreadPoolExecutor(1) as thread:
+            with self.relay.hung(self.DIRECTION[kind], self.AMID):
+                answers = thread.submit(self.engine.run, prompts, timeout=300)
+                self.rig.check(self.relay.held(120), f"{victim} {signum.name}: no {kind} has moved {self.AMID} bytes")
+                struck = time.monotonic()
+                os.kill(pid, signum)
+            self.rig.equal(f"{victim} {signum.name} amid a {kind}", want, answers.result())
+        self.engine.settle()
+        calls = [r for r in self.engine.rows()[since:] if "seconds" in r and r["method"] in METHODS[kind]]
+        within = [r for r in calls if r["begun"] <= struck <= r["begun"] + r["seconds"]]
+        self.rig.count(f"{victim} {signum.name}")
+        self.rig.count(f"landed within a {kind}", int(bool(within)))
+        self.rig.count("of those, calls whose pages did not all come through", int(any(r["done"] < r["keys"] for r in within)))
+        return word, pid
+
+
 def kills(rig):
-    """Kill and stop the plugin and kill the agent while pages are loaded."""
-    _, connector, config = storage(rig, rig.folder / "blocks")
-    settings = {"exists_ms": 5_000, "get_ms": 10_000, "put_ms": 10_000}
-    engine = SGLang(rig, "engine", extra(connector, config, settings, BREAKER))
-    prompts = rig.prompts.set("killed", [700, 600, 500])
-    want = rig.want(prompts)
+    """Kill and stop the plugin and kill the agent amid gets and puts."""
+    todo = rounds(rig)
+    prompts = rig.prompts.set("killed", [500, 300])
+    fresh = [rig.prompts.cut(f"killed {at}", 200) for at in range(len(todo))]
+    answers = rig.want([*prompts, *fresh])  # all at once
+    want, want_fresh = answers[:len(prompts)], answers[len(prompts):]
+    k = Kills(rig)
+    engine = k.engine
     rig.equal("cold", want, engine.run(prompts))
-    rng, todo = random.Random(rig.options.seed), rounds(rig)
-    for at, (victim, signum) in enumerate(todo):
+    for at, (victim, signum, kind) in enumerate(todo):
         if at % 5 == 0:
             rig.say(f"{at} of {len(todo)} rounds")
         engine.flush()
-        word = "agent" if victim == "agent" else storage_plugin()
-        plugin, pid = process(engine, storage_plugin()), process(engine, word)
-        rig.check(bool(plugin and pid), f"no {victim} is running: {engine.kin()}")
-        before, since = moved(plugin), len(engine.calls(*METHODS["get"]))
-        with ThreadPoolExecutor(1) as thread:
-            answers = thread.submit(engine.run, prompts, timeout=300)
-            met = meet(plugin, before, 10)
-            time.sleep(rng.uniform(0, 0.01))
-            struck = time.monotonic()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
-                rig.count(f"{victim} {signum.name}")
-            rig.count("that met a load", int(met))
-        rig.equal(f"{victim} {signum.name}", want, answers.result())
-        gets = engine.calls(*METHODS["get"])[since:]
-        rig.count("amid a get", int(any(r["begun"] <= struck <= r["begun"] + r["seconds"] for r in gets)))
-        rig.count("rounds in which pages of a get failed", int(any(r["done"] < r["keys"] for r in gets)))
-        recover(rig, engine, prompts[2], want[2], word, pid)
+        mine, theirs = ([fresh[at]], [want_fresh[at]]) if kind == "put" else (prompts, want)
+        word, pid = k.strike(mine, theirs, victim, signum, kind)
+        recover(rig, engine, prompts[1], want[1], word, pid)
     rig.check(engine.alive(), "SGLang has ended")
-    met, agents = rig.counts["that met a load"], sum(victim == "agent" for victim, _ in todo)
-    rig.check(met >= 0.8 * len(todo), f"only {met} of {len(todo)} met a load")
+    landed, agents = sum(rig.counts.get(f"landed within a {kind}", 0) for kind in METHODS), sum(victim == "agent" for victim, _, _ in todo)
+    rig.check(landed == len(todo), f"only {landed} of {len(todo)} landed within a transfer")
     rig.check((lost := engine.number("kvport_sglang_agents_lost_total")) == agents, f"{lost} agents have ended, {agents} were killed")
-    rig.check((n := rig.counts["amid a get"]) >= len(todo) / 2, f"only {n} of {len(todo)} came amid a get of SGLang's")
-    failed = sum(engine.number(f"kvport_sglang_get_{how}_pages_total") for how in ("failed", "unanswered", "late"))
-    rig.check(failed > 0, "no page of a get has failed")
-    rig.show("pages of gets that failed", failed)
-    in_time(rig, engine, settings)
+    failed = sum(engine.number(f"kvport_sglang_{kind}_{how}_pages_total") for kind in ("get", "put") for how in ("failed", "unanswered", "late"))
+    rig.check(failed > 0, "no page of a get or put has failed")
+    rig.show("pages of gets and puts that failed", failed)
+    in_time(rig, engine, k.SETTINGS)
     engine.stop()
+    k.relay.stop()
 
 
 def recover(rig, engine, prompt, want, word, pid):
