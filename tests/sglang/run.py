@@ -95,7 +95,7 @@ def run(options, name):
 def row(report):
     """A report as a row of the table in docs/sglang.md: line, what it counted, seconds, load of the machine at its begin and end, commit."""
     counts = "; ".join(f"{value} {what}" if isinstance(value, int) else f"{what}: {value}" for what, value in report["counts"].items())
-    counted = counts if report["ok"] else "FAILED: " + report["error"].strip().splitlines()[-1]
+    counted = counts if report["ok"] else "FAILED: " + report["error"].strip().splitlines()[-1].strip()
     name = f"`{report['line']}`" + (" `--all`" if report["all"] else "")
     return f"| {name} | {counted} | {report['seconds']} | {report['before']:.1f} to {report['after']:.1f} | {report['commit']} |"
 
