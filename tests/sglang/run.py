@@ -49,7 +49,8 @@ class Options:
 
     def __init__(self, args):
         self.seed, self.keep, self.connector, self.deps, self.sglang = args.seed, args.keep, args.connector, args.vllm, args.deps
-        self.all, self.scratch = args.all, args.scratch
+        self.all, self.scratch, self.commit = args.all, args.scratch, commit()
+        self.policies = [p for p in args.policies.split(",") if p] or trouble.POLICIES[:len(trouble.POLICIES) if args.all else 1]
         self.kills, self.pairs = args.kills or (20 if args.all else 4), args.pairs or (6 if args.all else 1)
         self.answers, self.shared = Answers(sys.executable, args.baseline), Shared(args.scratch)
 
@@ -83,9 +84,9 @@ def commit():
 def run(options, name):
     """Run one line; give its report."""
     check, promise = LINES[name]
-    before, at = os.getloadavg()[0], commit()
+    before = os.getloadavg()[0]
     report = run_line(Line(options, name), name, promise, check, options.keep)
-    report.update(commit=at, before=before, after=os.getloadavg()[0], all=options.all)
+    report.update(commit=options.commit, before=before, after=os.getloadavg()[0], all=options.all)
     print(row(report), flush=True)
     if not report["ok"]:
         options.shared.stop()  # the next line starts its own
@@ -109,6 +110,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and of everything random")
     parser.add_argument("--pairs", type=int, default=0, help="turns of a timed comparison; 0: 1, with --all 6")
     parser.add_argument("--kills", type=int, default=0, help="of the plugin; 0: 4, with --all 20")
+    parser.add_argument("--policies", default="", help="of the line store; default: the first, with --all " + ", ".join(trouble.POLICIES))
     parser.add_argument("--connector", default="", help="only these, with commas")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / ".deps" / "sglang-test.json", help="file for the results")
     parser.add_argument("--deps", type=pathlib.Path, default=ROOT / ".deps" / "sglang", help="where sglang_setup.py put SGLang")
@@ -122,6 +124,8 @@ def main():
         parser.error(f"no such line: {', '.join(unknown)}")
     if unknown := [c for c in args.connector.split(",") if c and c not in setups()]:
         parser.error(f"no connector of these tests: {', '.join(unknown)}; there are {', '.join(sorted(setups()))}")
+    if unknown := [p for p in args.policies.split(",") if p and p not in trouble.POLICIES]:
+        parser.error(f"no such policy: {', '.join(unknown)}")
     if args.list:
         for name in names:
             print(f"{name}{'' if name in SHORT else ' (with --all)'}: {LINES[name][1]}")
