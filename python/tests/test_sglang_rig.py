@@ -1,5 +1,6 @@
 """The tests under a real SGLang, without one: what their verdicts rest on."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -144,13 +145,65 @@ def test_rounds_of_kills():
     assert len(trouble.rounds(line)) == 5 and any(signum == signal.SIGSTOP for _, signum, _ in trouble.rounds(line))
 
 
+@pytest.fixture
+def case(line):
+    """A case of the line store, whose engine answers in given seconds, and what happened in order."""
+    line.notes, line.want = [], lambda prompts: [Result(ids=[1])] * len(prompts)
+    c = trouble.Case.__new__(trouble.Case)
+    c.rig, c.policy, c.alone, c.prompt, c.held = line, "timeout", 0.1, [1], True
+    c.happened, c.answers, c.calls = [], [], []
+    c.comes_back = lambda: c.happened.append("back")
+
+    class Engine:
+        def rows(self):
+            return c.calls
+
+        def run(self, prompts):
+            return [Result(ids=[1], seconds=c.answers.pop(0), cached={"storage": 0}, late=0.0)]
+
+        def flush(self):
+            c.happened.append("asked")
+
+        settle = flush
+
+    c.engine, c.trouble = Engine(), lambda: c.happened.append("trouble") or contextlib.nullcontext()
+    return c
+
+
+def test_a_try_that_shows_nothing_is_made_anew(case):
+    """Amid new trouble, once the store is back: pages that a get has hung over are hidden for a while."""
+    case.ended = lambda kind: [{}]
+    case.answers = [99.0, 1.0]
+    assert case.ask("slow", case.trouble).seconds == 1.0
+    assert case.happened == ["trouble", "asked", "asked", "back", "trouble", "asked", "asked"]
+    case.answers = [99.0, 98.0, 97.0]
+    with pytest.raises(Failed, match=r"store slow: 99\.0 of at most 13\.\d s; 98\.0 of .*; 97\.0 of"):
+        case.ask("slow", case.trouble)
+    case.ended, case.answers = (lambda kind: [] if kind == "get" else [{}]), [1.0] * 3
+    with pytest.raises(Failed, match="without get"):
+        case.ask("hung amid a get", case.trouble, ("exists", "get"))
+
+
+def test_a_store_is_back_when_pages_come(case):
+    """Under timeout also if SGLang has not waited for them; under best_effort when they are found."""
+    case.pages, done = 18, {"exists": 18, "get": 17, "put": 0}
+    case.ended = lambda kind: [{"done": done[kind]}]
+    assert not case.calls_succeed()
+    case.policy = "best_effort"
+    assert case.calls_succeed()
+    case.policy, done["get"] = "timeout", 18
+    assert case.calls_succeed()
+    case.policy = "wait_complete"
+    assert not case.calls_succeed()
+
+
 def test_a_report_is_a_row():
     spec = importlib.util.spec_from_file_location("run_of_sglang", RUN)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert set(module.SHORT) < set(module.LINES)
-    report = {"line": "equal", "counts": {"tokens equal": 32, "longest": "1 s"}, "ok": True, "error": "", "seconds": 7, "before": 0.5, "after": 1.25}
-    report |= {"commit": "abc-dirty", "all": True}
+    report = {"line": "equal", "counts": {"tokens equal": 32, "longest": "1 s"}, "ok": True, "error": "", "seconds": 7}
+    report |= {"before": 0.5, "after": 1.25, "commit": "abc-dirty", "all": True}
     assert module.row(report) == "| `equal` `--all` | 32 tokens equal; longest: 1 s | 7 | 0.5 to 1.2 | abc-dirty |"
     report |= {"ok": False, "error": "Traceback:\n  it broke", "all": False}
     assert module.row(report) == "| `equal` | FAILED: it broke | 7 | 0.5 to 1.2 | abc-dirty |"
