@@ -86,7 +86,7 @@ def kills(rig):
     """Kill and stop the plugin and kill the agent amid gets and puts."""
     todo = rounds(rig)
     prompts = rig.prompts.set("killed", [500, 300])
-    fresh = [rig.prompts.cut(f"killed {at}", 200) for at in range(len(todo))]
+    fresh = [rig.prompts.cut(f"stored amid a kill {at}", 200) for at in range(len(todo))]
     answers = rig.want([*prompts, *fresh])  # all at once
     want, want_fresh = answers[:len(prompts)], answers[len(prompts):]
     k = Kills(rig)
