@@ -273,7 +273,7 @@ def engines(rig):
     _, connector, config = storage(rig, rig.folder / "blocks")
     folder = Folder(rig.folder / "blocks")
     ours, theirs = [rig.prompts.cut("of SGLang", 300)], [rig.prompts.cut("of the others", 300)]
-    want_ours, want_theirs = rig.want(ours), rig.want(theirs)
+    want_ours, want_theirs = ([answer] for answer in rig.want(ours + theirs))  # at once
     whole = 300 // BLOCK  # pages or blocks of a prompt
     first = SGLang(rig, "first", extra(connector, config), page_size=BLOCK)
     rig.equal("SGLang", want_ours, first.run(ours))
