@@ -165,7 +165,7 @@ func TestAcceptanceLines(t *testing.T) {
 	for folder, args := range map[string]string{"vllm": "VLLM_ARGS", "sglang": "SGLANG_ARGS"} {
 		code := read(t, []string{filepath.Join("..", "tests", folder, "run.py")})
 		var named, lines []string
-		for _, m := range regexp.MustCompile("`make "+folder+"-test "+args+"='--only (\\S+)'`").FindAllStringSubmatch(page, -1) {
+		for _, m := range regexp.MustCompile("`make "+folder+"-test "+args+"='--only (\\S+)(?: --all)?'`").FindAllStringSubmatch(page, -1) {
 			named = append(named, strings.Split(m[1], ",")...)
 		}
 		for _, m := range regexp.MustCompile(`(?m)^    "(\w+)": \(\w+\.\w+, "`).FindAllStringSubmatch(code, -1) {
