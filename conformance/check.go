@@ -50,7 +50,7 @@ type Result struct {
 	// what was allowed.
 	Transcript []string
 	Allowed    string        // what would have been right, in a case that plays random histories
-	Took       time.Duration // with start and close of the connector
+	Took       time.Duration // with start and close of the connector, in all runs of the case
 
 	// LastWords is how the connector's process ended and what it wrote to standard error last, if it ended by
 	// itself in a case that failed.
@@ -59,6 +59,7 @@ type Result struct {
 	Number, Of int           // of the case among those of the run, from 1 on; 0: not known
 	Left       time.Duration // about how long the cases will take that have not run yet; 0: not known, or there are none
 	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
+	Profiles   []Profile     // those of the run that require the case
 
 	excused  bool   // it was skipped for what the machine or the config does not have
 	required string // it did not run, and fails only for that: what is said of it; empty: it ran
@@ -121,6 +122,9 @@ func (c *checker) check(ctx context.Context, n int, again bool) Result {
 	r.Again = again && r.Status == Inconclusive && ctx.Err() == nil
 	if !c.all[n].budgeted {
 		c.ran, c.took = c.ran+1, c.took+r.Took
+	}
+	if n < len(c.results) { // it ran before
+		r.Took += c.results[n].Took
 	}
 	c.failed = c.failed || r.Status == Fail
 	r.Left = c.left()
@@ -245,10 +249,14 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	return s
 }
 
-// judge fails a case that was skipped although a profile requires it.
+// judge says which profiles require a case, and fails one that was skipped all the same.
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
-		if r.Status == Skip && !c.Optional && !r.excused && slices.Contains(c.Profiles, p) {
+		if !slices.Contains(c.Profiles, p) {
+			continue
+		}
+		r.Profiles = append(r.Profiles, p)
+		if r.Status == Skip && !c.Optional && !r.excused {
 			r.required = fmt.Sprintf("profile %s requires this case", p)
 			r.Status, r.Log = Fail, append(r.Log, r.required)
 		}
