@@ -303,7 +303,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	s.log = cmp.Or(s.log, slog.New(slog.DiscardHandler)).With("case", c.ID)
 	s.fresh = func() (Harness, error) { return s.harness(newHarness) }
 	if c.budgeted {
-		s.deadline += s.budget
+		s.deadline += slack * s.budget
 	}
 	run := ctx
 	ctx, cancel := context.WithTimeout(ctx, s.deadline)

@@ -62,6 +62,18 @@ func faultsAreFound(t *testing.T, caseID string) {
 	}
 }
 
+// Work that goes on behind calls that have returned ends by itself, and is no growth.
+func TestWorkBehindIsNoGrowth(t *testing.T) {
+	if testing.Short() {
+		t.Skip("waits some seconds for the work to end")
+	}
+	o := conformance.Options{Only: []string{"random-growth"}, Budget: 300 * time.Millisecond}
+	r := conformance.Check(t.Context(), conformance.InProcess(mutants.WorksBehind(), nil), o)[0]
+	if decided(t, r) {
+		require.Equal(t, conformance.Pass, r.Status, "%v", r.Log)
+	}
+}
+
 // What no case looks for is found by random histories, and the report names the rule and shows a short history.
 func TestOnlyRandomHistoriesFind(t *testing.T) {
 	classes := map[string]bool{}
