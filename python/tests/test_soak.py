@@ -100,5 +100,7 @@ def test_packages_whose_tests_count_by_the_rig_are_soaked(soak):
 
 def test_what_stays_inconclusive_is_red(soak, monkeypatch):
     monkeypatch.setenv("KVPORT_MAY_BE_INCONCLUSIVE", "1")
-    assert "KVPORT_MAY_BE_INCONCLUSIVE" not in soak.environment()
-    assert soak.environment()["KVPORT_SOAK"] == "1"
+    environment = soak.environment(soak.STATE / "rev")
+    assert "KVPORT_MAY_BE_INCONCLUSIVE" not in environment
+    assert environment["KVPORT_SOAK"] == "1"
+    assert environment["KVPORT_SOAK_STATE"] == str(soak.STATE / "rev")
