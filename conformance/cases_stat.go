@@ -280,7 +280,7 @@ func eventCleared(r *rig) {
 	e := r.engine(setup{})
 	resetter, ok := connector.As[connector.Resetter](e.scheduler)
 	if !ok {
-		r.Skipf("the connector cannot reset")
+		r.undeclared("the connector cannot reset")
 	}
 	n := e.news()
 	keys := e.keys(3)

@@ -61,8 +61,9 @@ type Result struct {
 	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
 	Profiles   []Profile     // those of the run that require the case
 
-	excused  bool   // it was skipped for what the machine or the config does not have
-	required string // it did not run, and fails only for that: what is said of it; empty: it ran
+	excused    bool   // it was skipped for what the machine or the config does not have
+	undeclared bool   // it was skipped for what the connector does not say it has
+	required   string // it did not run, and fails only for that: what is said of it; empty: it ran
 }
 
 // Check runs the cases one after another and returns a Result for each, in order. A case that hangs
@@ -249,14 +250,14 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	return s
 }
 
-// judge says which profiles require a case, and fails one that was skipped all the same.
+// judge says which profiles require a case, and fails one that was skipped all the same. Power requires only what the connector declares.
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
 		if !slices.Contains(c.Profiles, p) {
 			continue
 		}
 		r.Profiles = append(r.Profiles, p)
-		if r.Status == Skip && !c.Optional && !r.excused {
+		if r.Status == Skip && !c.Optional && !r.excused && (p != Power || !r.undeclared) {
 			r.required = fmt.Sprintf("profile %s requires this case", p)
 			r.Status, r.Log = Fail, append(r.Log, r.required)
 		}
@@ -393,6 +394,7 @@ type recorder struct {
 	transcript []string
 	allowed    string
 	excused    bool
+	undeclared bool
 
 	mu     sync.Mutex
 	status Status
@@ -501,7 +503,7 @@ func (r *recorder) result(c Case) Result {
 	}
 	return Result{
 		ID: c.ID, Rule: cmp.Or(r.rule, blamed, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
-		LastWords: r.words, Took: time.Since(r.start), excused: r.excused,
+		LastWords: r.words, Took: time.Since(r.start), excused: r.excused, undeclared: r.undeclared,
 	}
 }
 
