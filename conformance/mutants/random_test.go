@@ -25,7 +25,8 @@ func named(m mutants.Unseen) (ids []string) {
 			}
 			continue
 		}
-		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups) || m.Config != "" && of(conformance.Offload)) {
+		powers := of(conformance.Power) && os.Getenv("KVPORT_SOAK") != ""
+		if !strings.HasPrefix(c.ID, "random") && (of(conformance.Store) || of(conformance.MultiRank) || of(conformance.Groups) || powers || m.Config != "" && of(conformance.Offload)) {
 			ids = append(ids, c.ID)
 		}
 	}
@@ -78,12 +79,12 @@ func TestWorkBehindIsNoGrowth(t *testing.T) {
 func TestOnlyRandomHistoriesFind(t *testing.T) {
 	classes := map[string]bool{}
 	all := mutants.RandomlyFound()
-	require.GreaterOrEqual(t, len(all), 20)
+	require.GreaterOrEqual(t, len(all), 45)
 	for n, m := range all {
 		classes[m.Class] = true
 		t.Run(m.Name, func(t *testing.T) {
-			if os.Getenv("KVPORT_SOAK") == "" && n%3 > 0 {
-				t.Skip("one in three; all with KVPORT_SOAK=1")
+			if os.Getenv("KVPORT_SOAK") == "" && n%4 > 0 {
+				t.Skip("one in four; all with KVPORT_SOAK=1")
 			}
 			start := conformance.InProcess
 			if m.Racy {
@@ -96,8 +97,11 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 			}
 			var r conformance.Result
 			budget := 4900 * time.Millisecond // a busy machine plays fewer histories in it; the first one that fails ends it
-			if m.Long {
+			switch {
+			case m.Long:
 				budget = 30 * time.Second
+			case m.Case == "random-growth":
+				budget = 2 * time.Second
 			}
 			for seed := uint64(1); seed < 8 && r.Status != conformance.Fail; seed++ {
 				r = conformance.Check(t.Context(), maker, conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: budget, Deadline: 2 * time.Minute})[0]
