@@ -70,8 +70,12 @@ func (c call) stores(change func([]byte) []byte) error {
 // behindFaults do something behind a call that comes too late by then.
 func behindFaults() []Unseen {
 	late := planted(lateness, "writes into the blocks of a load that was cancelled, a fifth of a second later", "WORK-04", onLoad(func(c call) error {
+		if len(c.t.Blocks) <= 6 {
+			return c.rightLoad()
+		}
+		pause(time.Millisecond) // a disk's time
 		err := c.rightLoad()
-		if c.ctx.Err() == nil || len(c.t.Blocks) <= 6 {
+		if c.ctx.Err() == nil {
 			return err
 		}
 		blocks, kv := slices.Clone(c.t.Blocks), c.kv
@@ -86,31 +90,9 @@ func behindFaults() []Unseen {
 		})
 		return err
 	})).or("WORK-01", "WORK-03", "WORK-06", "KEY-06")
-	again := shared(acks, "tries a save again that was cancelled, when its blocks are another's", "KEY-06", func(m *memory) func(*badStore) {
-		var mu sync.Mutex
-		var failed []connector.Item
-		return func(s *badStore) {
-			s.put = func(ctx context.Context, items []connector.Item) error {
-				mu.Lock()
-				defer mu.Unlock()
-				touching(func() {
-					for _, it := range failed {
-						it.Spans = [][]byte{slices.Concat(it.Spans...)}
-						_ = m.Put(context.WithoutCancel(ctx), []connector.Item{it})
-					}
-				})
-				failed = nil
-				err := s.memory.Put(ctx, items)
-				if err != nil {
-					failed = slices.Clone(items)
-				}
-				return err
-			}
-		}
-	}).or("WORK-01", "WORK-08", "STORE-04", "STORE-06")
-	late.Racy, again.Racy = true, true
+	late.Racy = true
 	return []Unseen{
-		late, again,
+		late,
 		planted(states, "writes behind a reset what a long save before it has stored", "RESET-01", onSave(func(c call) error {
 			const long = 8
 			if err := c.rightSave(); err != nil || len(c.t.Blocks) <= long {
@@ -188,7 +170,7 @@ func memoryFaults() []Unseen {
 				}
 			}
 		}).or("WORK-01", "STORE-01"),
-		planted(states, "remembers what another engine had not saved when it asked", "WORK-05", absences).or("STORE-01", "STORE-02", "GROUP-03"),
+		planted(states, "remembers what another engine had not saved when it asked for a long prompt", "WORK-05", absences).or("STORE-01", "STORE-02", "GROUP-03"),
 	}
 }
 
@@ -199,6 +181,7 @@ func absences(_ *backend, w *wrappers) {
 		group  uint16
 		key    connector.BlockKey
 	}
+	const long = 8
 	var mu sync.Mutex
 	absent := map[part]bool{}
 	w.scheduler = func(s *scheduler) connector.Scheduler {
@@ -209,8 +192,11 @@ func absences(_ *backend, w *wrappers) {
 			for i, q := range qs {
 				out[i] = s.match(q, func(g int, k connector.BlockKey) bool {
 					p := part{s.env.Engine, uint16(g), k} //nolint:gosec // few groups
-					absent[p] = absent[p] || !s.present(g, k)
-					return !absent[p]
+					is := !absent[p] && s.present(g, k)
+					if !is && len(q.Keys) > long {
+						absent[p] = true
+					}
+					return is
 				})
 			}
 			return out, nil
@@ -251,13 +237,12 @@ func answerFaults() []Unseen {
 		}).or("WORK-01", "STORE-01"),
 		unseen(acks, "acknowledges a long save whose context ends amid it", "WORK-05", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
-				for i := range items {
-					if err := s.memory.Put(ctx, items[i:i+1]); err != nil && i > 16 {
-						return nil
-					} else if err != nil {
-						return err
-					}
+				const batch = 16
+				if err := s.memory.Put(ctx, items[:min(batch, len(items))]); err != nil || len(items) <= batch {
+					return err
 				}
+				pause(time.Millisecond)              // a disk's time
+				_ = s.memory.Put(ctx, items[batch:]) // fails if the context has ended
 				return nil
 			}
 		}).or("WORK-01", "WORK-02", "STORE-05", "STORE-06"),
