@@ -59,10 +59,11 @@ type Result struct {
 	Number, Of int           // of the case among those of the run, from 1 on; 0: not known
 	Left       time.Duration // about how long the cases will take that have not run yet; 0: not known, or there are none
 	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
-	Profiles   []Profile     // those of the run that require the case
+	Profiles   []Profile     // those of the run to which the case belongs
 
 	excused    bool   // it was skipped for what the machine or the config does not have
 	undeclared bool   // it was skipped for what the connector does not say it has
+	optional   bool   // its profiles let it be skipped
 	required   string // it did not run, and fails only for that: what is said of it; empty: it ran
 }
 
@@ -250,13 +251,13 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	return s
 }
 
-// judge says which profiles require a case, and fails one that was skipped all the same. Power requires only what the connector declares.
+// judge says to which profiles a case belongs, and fails one that was skipped although they require it. Power requires only what the connector declares.
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
 		if !slices.Contains(c.Profiles, p) {
 			continue
 		}
-		r.Profiles = append(r.Profiles, p)
+		r.Profiles, r.optional = append(r.Profiles, p), c.Optional
 		if r.Status == Skip && !c.Optional && !r.excused && (p != Power || !r.undeclared) {
 			r.required = fmt.Sprintf("profile %s requires this case", p)
 			r.Status, r.Log = Fail, append(r.Log, r.required)

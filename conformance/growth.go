@@ -18,7 +18,7 @@ import (
 // Options.Budget, over and over the same ones, and looks at what the connector holds all the time. What counts is not how
 // much that is but whether it still grows: the last third of the looks is compared with the first. Work that goes on behind
 // calls which have returned, such as a queue of writes, grows as well while calls come faster than it ends, and is right. So
-// what has grown is waited for, and then as many calls are made again: what grows from one such moment to the next stays.
+// what has grown is waited for, and then as many calls are made again: what is more then and has not gone after another wait stays.
 
 // resources is what a connector holds at one moment.
 type resources [kinds]int64
@@ -171,7 +171,7 @@ func (g *grower) judge(began time.Time) {
 	}
 	calls, before := g.calls, g.settled()
 	g.again()
-	after := g.settled()
+	after := g.gone(before)
 	for _, kind := range grown(before, after) {
 		if !slices.Contains(suspects, kind) {
 			continue
@@ -197,18 +197,39 @@ func grown(before, after resources) (more []int) {
 
 // settled is what the connector holds when nobody calls and nothing of it has become less for a while.
 func (g *grower) settled() (least resources) {
-	g.look()
-	least = g.looks[len(g.looks)-1]
-	for w := g.patience(soon); !w.over(); g.pause(5 * askAgain) {
-		g.look()
-		for kind, now := range g.looks[len(g.looks)-1] {
-			if now < least[kind]-tolerances()[kind]/8 {
-				w = g.patience(soon)
-			}
+	least = g.now()
+	from := least
+	for w := g.patience(soon); !w.over(); {
+		for kind, now := range g.now() {
 			least[kind] = min(least[kind], now)
+			if now < from[kind]-tolerances()[kind]/8 {
+				w, from = g.patience(soon), least
+			}
 		}
 	}
 	return least
+}
+
+// behind is how long work may go on behind the last call.
+const behind = 10 * time.Second
+
+// gone is what the connector holds when nobody calls and there is no more than before, or behind is over.
+func (g *grower) gone(before resources) resources {
+	for w := g.patience(behind); ; {
+		if now := g.now(); w.over() || len(grown(before, now)) == 0 {
+			return now
+		}
+	}
+}
+
+// now is what the connector holds after a moment.
+func (g *grower) now() resources {
+	g.wait(5 * askAgain)
+	if g.Context().Err() != nil {
+		g.inconclusive("there was no time to wait for the work behind the calls")
+	}
+	g.look()
+	return g.looks[len(g.looks)-1]
 }
 
 // again makes as many calls as were made.

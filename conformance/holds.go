@@ -48,8 +48,9 @@ func randomHolds(r *rig) {
 // holdStage plays histories of holds.
 type holdStage struct {
 	*rig
-	runs  int
-	limit time.Time // nobody waits for a lease beyond it; zero: any time
+	runs   int
+	limit  time.Time // nobody waits for a lease beyond it, but once; zero: any time
+	waited bool
 }
 
 // played is what came of a history of holds.
@@ -72,10 +73,16 @@ func (r *holdStage) play(steps []holdStep) played {
 		rec, _ := sub.T.(*recorder)
 		p := sub.sender(1)
 		g := &holdGame{producer: p, consumers: [2]*pd{p.taker(), p.taker()}, prompts: map[int]*handed{}, limit: r.limit}
+		if !r.waited {
+			g.limit = time.Time{}
+		}
 		for n := range steps {
 			g.now = func(rule string) { at.Store(&played{step: n, rule: rule}) }
 			if g.do(&steps[n]); !rec.is(Pass) {
 				return
+			}
+			if g.waited {
+				r.waited, g.limit = true, r.limit
 			}
 		}
 		g.now = func(rule string) { at.Store(&played{step: len(steps) - 1, rule: rule}) }

@@ -147,7 +147,7 @@ func writeExcused(b *strings.Builder, results []Result) {
 func writeUndecided(b *strings.Builder, wrong []Result) {
 	var ids []string
 	for _, r := range wrong {
-		if r.Status == Inconclusive && len(r.Profiles) > 0 {
+		if r.Status == Inconclusive && len(r.Profiles) > 0 && !r.optional {
 			ids = append(ids, r.ID)
 		}
 	}

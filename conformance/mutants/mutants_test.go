@@ -193,7 +193,7 @@ func TestMutantsAreCaught(t *testing.T) {
 			o := conformance.Options{Only: []string{m.Case}, Seed: 7, Deadline: 24 * time.Second, Budget: 3 * time.Second} // a busy machine plays fewer histories in it
 			results := conformance.Check(t.Context(), newHarness, o)
 			chance := byChance(m.Program, m.Case)
-			for seed := uint64(8); chance && seed < 12 && results[0].Status != conformance.Fail; seed++ {
+			for seed := uint64(8); chance && seed < 12 && results[0].Status == conformance.Pass; seed++ {
 				o.Seed = seed
 				results = conformance.Check(t.Context(), newHarness, o)
 			}
@@ -212,6 +212,7 @@ func TestMutantsAreCaught(t *testing.T) {
 		})
 	}
 	require.Empty(t, uncovered, "cases that no mutant fails")
+	require.True(t, caught > 0 || own == everyShard, "not one verdict")
 	t.Logf("%d of %d mutants caught by process %d, %d without a verdict, %d mutants and %d cases in all", caught, mine, own, undecided, len(all), len(conformance.Cases()))
 }
 

@@ -52,11 +52,13 @@ func faultsAreFound(t *testing.T, caseID string) {
 		}
 		t.Run(m.Name, func(t *testing.T) {
 			var r conformance.Result
+			passed := false
 			for seed := uint64(1); seed < 12 && r.Status != conformance.Fail; seed++ {
 				o := conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: 4900 * time.Millisecond} // a busy machine plays fewer histories in it; the first one that fails ends it
 				r = conformance.Check(t.Context(), conformance.InProcess(m.Plugin(), configOf(m.Mutant)), o)[0]
+				passed = passed || r.Status == conformance.Pass
 			}
-			if !decided(t, r) {
+			if !passed && !decided(t, r) {
 				t.SkipNow()
 			}
 			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
@@ -102,6 +104,7 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 				decided(t, r)
 			}
 			var r conformance.Result
+			passed := false
 			budget := 4900 * time.Millisecond // a busy machine plays fewer histories in it; the first one that fails ends it
 			switch {
 			case m.Long:
@@ -111,8 +114,9 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 			}
 			for seed := uint64(1); seed < 8 && r.Status != conformance.Fail; seed++ {
 				r = conformance.Check(t.Context(), maker, conformance.Options{Only: []string{m.Case}, Seed: seed, Budget: budget, Deadline: 2 * time.Minute})[0]
+				passed = passed || r.Status == conformance.Pass
 			}
-			if !decided(t, r) {
+			if !passed && !decided(t, r) {
 				t.SkipNow()
 			}
 			require.Equal(t, conformance.Fail, r.Status, "nobody noticed: %v", r.Log)
