@@ -483,7 +483,7 @@ func sharedFaults() []Unseen {
 				}
 			})
 			return c.Save(c.ctx, &first, c.kv)
-		})).or("WORK-01", "STORE-05", "STORE-06", "WORK-02").long(),
+		})).or("WORK-01", "STORE-01", "STORE-05", "STORE-06", "WORK-02").long(),
 	}
 }
 
@@ -529,7 +529,7 @@ func lateFaults() []Unseen {
 		}
 	})
 	lazy.Racy = true
-	return []Unseen{lazy.or("WORK-01", "STORE-06", "WORK-08", "STORE-04")}
+	return []Unseen{lazy.or("WORK-01", "WORK-02", "STORE-06", "WORK-08", "STORE-04")}
 }
 
 // growthFaults leave something behind in calls that end badly, now and then.
