@@ -210,12 +210,12 @@ func (g *grower) settled() (least resources) {
 	return least
 }
 
-// behind is how long work may go on behind the last call.
-const behind = 10 * time.Second
+// workedBehind is how long work may go on behind the last call.
+const workedBehind = 10 * time.Second
 
-// gone is what the connector holds when nobody calls and there is no more than before, or behind is over.
+// gone is what the connector holds when nobody calls and there is no more than before, or workedBehind is over.
 func (g *grower) gone(before resources) resources {
-	for w := g.patience(behind); ; {
+	for w := g.patience(workedBehind); ; {
 		if now := g.now(); w.over() || len(grown(before, now)) == 0 {
 			return now
 		}
