@@ -99,6 +99,7 @@ func TestFaultsInProcess(t *testing.T) {
 	} {
 		for _, r := range conformance.Check(t.Context(), harness, conformance.Options{Only: only}) {
 			require.NotEqual(t, conformance.Fail, r.Status, "%s: %v", r.ID, r.Log)
+			decided(t, r)
 			if r.Status == conformance.Skip && !slices.Contains(needDisk(), r.ID) {
 				require.Contains(t, r.Log[0], "kvport conform runs", r.ID)
 			}
@@ -164,7 +165,7 @@ func TestMutantsAreCaught(t *testing.T) {
 	for _, c := range conformance.Cases() {
 		uncovered[c.ID] = true
 	}
-	caught, mine := 0, 0
+	caught, undecided, mine := 0, 0, 0
 	all := mutants.All()
 	for n, m := range all {
 		delete(uncovered, m.Case)
@@ -200,15 +201,19 @@ func TestMutantsAreCaught(t *testing.T) {
 			if results[0].Status == conformance.Skip && slices.Contains(needDisk(), m.Case) {
 				t.Skip(results[0].Log[0])
 			}
-			// One that is late has not passed on a machine that is busy, three times in a row: conform exits with 3.
-			require.Contains(t, []conformance.Status{conformance.Fail, conformance.Inconclusive}, results[0].Status, "nobody noticed: %v", results[0].Log)
+			if !decided(t, results[0]) {
+				undecided++
+				t.SkipNow()
+			}
+			require.Equal(t, conformance.Fail, results[0].Status, "nobody noticed: %v", results[0].Log)
 			t.Log(results[0].Status, results[0].Log[0])
 			require.NotContains(t, results[0].Log[0], "panic", "it must fail by its rule, not by accident")
 			caught++
 		})
 	}
 	require.Empty(t, uncovered, "cases that no mutant fails")
-	t.Logf("%d of %d mutants caught by process %d, %d mutants and %d cases in all", caught, mine, own, len(all), len(conformance.Cases()))
+	require.True(t, caught > 0 || own == everyShard, "not one verdict")
+	t.Logf("%d of %d mutants caught by process %d, %d without a verdict, %d mutants and %d cases in all", caught, mine, own, undecided, len(all), len(conformance.Cases()))
 }
 
 // byChance reports whether a mutant has more chances to be noticed: what a killed process leaves behind depends on
