@@ -81,10 +81,8 @@ func (w *world) readPart(c claim, part int, r place.Ref) bool {
 // between says that no life of the plugin is open.
 func (w *world) between() bool { return w.lane == nil || w.lane.p == nil }
 
-// outlived says that the time of a save is over while nobody has retired what it replaced. The next life gives that up.
-func (w *world) outlived(ack acked) bool {
-	return w.between() && ack.expires != 0 && ack.expires <= w.now
-}
+// outlived says that the time of a save is over, so that an older one may be what is left, as from a tier below.
+func (w *world) outlived(ack acked) bool { return ack.expires != 0 && ack.expires <= w.now }
 
 // accept checks what a reader believes that it has read.
 func (w *world) accept(c claim, part int, first, second uint64) {
