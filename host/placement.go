@@ -27,7 +27,7 @@ type placement struct {
 	world  int
 	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
 
-	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by who takes it away: nobody waits for it to read
+	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by whoever takes it away: nobody waits for it to read
 	host    *place.Host  // nil: nothing is placed
 	first   *byte        // of the arena
 	kv      *connector.KV

@@ -157,6 +157,22 @@ func shard(t *testing.T) (own int, wait func()) {
 // belongs reports whether mutant n is of the process with the number own.
 func belongs(n, own int) bool { return own == everyShard || n/2%shards == own }
 
+// harnessOf runs a mutant in this process, unless it is a program.
+func harnessOf(t *testing.T, m mutants.Mutant) conformance.Maker {
+	switch {
+	case m.Program != "":
+		if testing.Short() {
+			t.Skip("a process; make test runs it")
+		}
+		return conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
+	case slices.Contains(racy(), m.Case):
+		// Its late write, or early read, is a data race by definition. Through the protocol, in memory that
+		// is mapped twice, the race detector does not see it, but the case must.
+		return conformance.Wire(m.Plugin(), json.RawMessage(m.Config))
+	}
+	return conformance.InProcess(m.Plugin(), json.RawMessage(m.Config))
+}
+
 // Every mutant fails the case that is named for its fault, and every case has a mutant.
 func TestMutantsAreCaught(t *testing.T) {
 	own, wait := shard(t)
@@ -177,18 +193,7 @@ func TestMutantsAreCaught(t *testing.T) {
 			if testing.Short() && n%3 > 0 {
 				t.Skip("with -short, which the race stage uses, one in three; make test runs all")
 			}
-			newHarness := conformance.InProcess(m.Plugin(), json.RawMessage(m.Config))
-			if slices.Contains(racy(), m.Case) {
-				// Its late write, or early read, is a data race by definition. Through the protocol, in memory that
-				// is mapped twice, the race detector does not see it, but the case must.
-				newHarness = conformance.Wire(m.Plugin(), json.RawMessage(m.Config))
-			}
-			if m.Program != "" {
-				if testing.Short() {
-					t.Skip("a process; make test runs it")
-				}
-				newHarness = conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
-			}
+			newHarness := harnessOf(t, m)
 			// Less patience than a connector that may be right deserves: these are wrong.
 			o := conformance.Options{Only: []string{m.Case}, Seed: 7, Deadline: 24 * time.Second, Budget: 3 * time.Second} // a busy machine plays fewer histories in it
 			results := conformance.Check(t.Context(), newHarness, o)

@@ -52,11 +52,9 @@ func TestPlacedHits(t *testing.T) {
 		name, config, trust string
 		args                []string
 	}{
-		{"in place", alone, "in-place", nil},
-		{"staged", alone, "staged", nil},
-		{"two ranks", alone, "in-place", []string{"--tensor-parallel-size", "2"}},
-		{"children", pair, "in-place", nil},
-		{"children, staged", pair, "staged", nil},
+		{name: "in place", config: alone, trust: "in-place"}, {name: "staged", config: alone, trust: "staged"},
+		{name: "two ranks", config: alone, trust: "in-place", args: []string{"--tensor-parallel-size", "2"}},
+		{name: "children", config: pair, trust: "in-place"}, {name: "children, staged", config: pair, trust: "staged"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			config := fmt.Sprintf(c.config, c.trust)

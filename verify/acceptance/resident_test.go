@@ -91,7 +91,7 @@ func (l *residents) stopped(plugin int) (n float64) {
 			n = now - before
 		}
 		return !cluster.Alive(plugin)
-	}, time.Minute, time.Millisecond, "a plugin that stands still lives on")
+	}, time.Minute, time.Millisecond, "a plugin that was stopped lives on")
 	return n
 }
 

@@ -112,11 +112,7 @@ func (h *host) do(actions []tracker.Action) {
 		case tracker.Tell:
 			h.tell(&a.Event)
 		case tracker.Ask:
-			if a.Gen == 0 {
-				h.askAlone(&a)
-			} else {
-				h.send(&job{ask: &a, id: a.ID})
-			}
+			h.ask(&a)
 		case tracker.Plan:
 			h.w.stats.Plans++
 			h.send(&job{plan: &a, id: a.ID, deadline: a.Deadline})
@@ -141,6 +137,14 @@ func (h *host) do(actions []tracker.Action) {
 			}
 		}
 	}
+}
+
+func (h *host) ask(a *tracker.Ask) {
+	if a.Gen == 0 {
+		h.askAlone(a)
+		return
+	}
+	h.send(&job{ask: a, id: a.ID})
 }
 
 func (h *host) send(j *job) {
