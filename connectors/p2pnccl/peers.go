@@ -102,7 +102,7 @@ func (l peers) find(address string) string {
 // anywhere gives the entries that list all ports of other machines: whoever writes an id can have this engine connect to what is no engine.
 func (c *Config) anywhere() (entries []string) {
 	for _, text := range c.Peers {
-		if p, ok := parsePeer(text); ok && p.port == anyPort && !strings.EqualFold(p.host, "localhost") && !(p.prefix.IsValid() && p.prefix.Addr().IsLoopback()) {
+		if p, ok := parsePeer(text); ok && p.port == anyPort && !strings.EqualFold(p.host, "localhost") && (!p.prefix.IsValid() || !p.prefix.Addr().IsLoopback()) {
 			entries = append(entries, text)
 		}
 	}

@@ -68,8 +68,13 @@ func TestUnsignedNamesNeedARouter(t *testing.T) {
 		key, label string
 		named      bool
 	}{
-		{"router", unsigned, true}, {"router", signed, true}, {"alice", signed, true}, {"shared", signed, true}, {"admin", signed, true},
-		{"admin", unsigned, false}, {"watch", unsigned, false},
+		{"router", unsigned, true},
+		{"router", signed, true},
+		{"alice", signed, true},
+		{"shared", signed, true},
+		{"admin", signed, true},
+		{"admin", unsigned, false},
+		{"watch", unsigned, false},
 	} {
 		id, _ := e.labelled(t, f.server, test.key, test.label, `{"prompt":"x"}`)
 		require.Equal(t, test.named, strings.HasPrefix(id, test.label+"-"), "%s %s", test.key, test.label)

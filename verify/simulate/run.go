@@ -134,9 +134,7 @@ func (h *host) apply(op Op, d *rng) {
 		return
 	}
 	h.haunt(d)
-	if op.Kind == opWork || op.Kind == opAnswer {
-		h.workAlone(d)
-	}
+	h.applyAlone(op, d)
 	p := h.proc
 	if p == nil {
 		return
@@ -161,6 +159,13 @@ func (h *host) apply(op Op, d *rng) {
 			p.crash()
 		}
 	default:
+	}
+}
+
+// applyAlone does a piece of the host's own work where a step is one of work or of an answer.
+func (h *host) applyAlone(op Op, d *rng) {
+	if op.Kind == opWork || op.Kind == opAnswer {
+		h.workAlone(d)
 	}
 }
 
