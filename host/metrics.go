@@ -45,6 +45,7 @@ type metrics struct {
 	placed        prometheus.Counter // blocks
 	placedMatches prometheus.Counter
 	placedFailed  prometheus.Counter // blocks
+	placedSaved   prometheus.Counter // blocks
 	staleKeys     prometheus.Gauge
 	children      *childMetrics
 	vitals        *vitals
@@ -80,6 +81,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		placed:        own.Counter("kvport_placed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and loaded from there without a call of the plugin."),
 		placedMatches: own.Counter("kvport_placed_matches_total", "Matches that the host answered from its index of the connector's memory without a call of the plugin."),
 		placedFailed:  own.Counter("kvport_placed_failed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and could not use, so that it asked the plugin for them: their slots were given up meanwhile, or held something else."),
+		placedSaved:   own.Counter("kvport_placed_saved_blocks_total", "Blocks, by rank, that the host saved in slots of the connector's memory that were lent to it, without a call of the plugin."),
 		arena:         own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
 		allocated:     own.Gauge("kvport_arena_allocated_bytes", "Bytes of kvport_arena_bytes that are allocated: the host does that in the background, from its start on."),
 		lostBlocks:    own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),

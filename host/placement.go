@@ -25,6 +25,7 @@ type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
+	pools  []*pool                   // of the ranks
 	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved
 
 	mu       sync.RWMutex // held for reading by whoever reads the arena
@@ -38,6 +39,14 @@ type placement struct {
 	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
 
 	used uses // for the next save or load by message to tell
+}
+
+func newPlacement(layout *connector.Layout, shape connector.Fingerprint, world int, failed func(blocks, damaged int)) *placement {
+	p := &placement{layout: layout, shape: shape, world: world, failed: failed}
+	for range world {
+		p.pools = append(p.pools, newPool())
+	}
+	return p
 }
 
 const lifeSerials = 1 << 40 // that a life of the plugin may draw
@@ -68,6 +77,9 @@ func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, e
 	p.complete = complete
 	p.paused.Store(false)
 	p.loads.Store(false)
+	for _, pool := range p.pools {
+		pool.open(0)
+	}
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
 	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
 }
@@ -123,6 +135,7 @@ func (p *placement) pause() {
 	if p != nil {
 		p.paused.Store(true)
 		p.forget()
+		p.voidLoans()
 	}
 }
 
@@ -130,6 +143,7 @@ func (p *placement) pause() {
 func (p *placement) resume() {
 	if p != nil {
 		p.forget()
+		p.voidLoans()
 		p.paused.Store(false)
 	}
 }

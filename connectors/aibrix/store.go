@@ -82,5 +82,28 @@ func (s *Store) Used(slots []uint32) {
 	}
 }
 
+// Lends implements sdk.Lending.
+func (s *Store) Lends() int {
+	if s.near == nil {
+		return 0
+	}
+	return s.near.Lends()
+}
+
+// Lend implements sdk.Lending.
+func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
+	if s.near == nil {
+		return nil, 0
+	}
+	return s.near.Lend(n)
+}
+
+// Back implements sdk.Lending.
+func (s *Store) Back(serials []uint64) {
+	if s.near != nil {
+		s.near.Back(serials)
+	}
+}
+
 // ahead is how many blocks of a matched prompt are fetched from L2 before they are asked for.
 const ahead = 16
