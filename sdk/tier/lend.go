@@ -9,8 +9,9 @@ import (
 	"github.com/kvport/kvport/internal/place"
 )
 
-// lentShare is the share of all slots that are lent at most: they are empty, so memory has room for as many blocks fewer.
-const lentShare = 8
+// lentShare is the share of all slots that are lent at most, one in so many: they are empty, so memory has room for as many blocks
+// fewer, and the hit ratio is that of the policy within a percent.
+const lentShare = 64
 
 // loans are the slots that the host may write (rules PLACE-29 to PLACE-33), until settle finds a block there or the host gives
 // them back.

@@ -72,27 +72,28 @@ func (h *lenderEnd) offered(t *connector.Transfer) int {
 
 // Rules PLACE-29 and PLACE-32: what the host has written into a lent slot is a block like others, before anybody tells the plugin.
 func TestLentSlots(t *testing.T) {
+	const slots = 128
 	for _, policy := range []string{tier.LRU, tier.ARC, tier.S3FIFO, tier.FIFO} {
-		h := newLenderEnd(t, 16, func(o *tier.Options) { o.Policy = policy })
+		h := newLenderEnd(t, slots, func(o *tier.Options) { o.Policy = policy })
 		require.Equal(t, 2, h.lender.Lends())
-		require.NoError(t, h.save(h.blocks(0, 16)), "memory is full")
+		require.NoError(t, h.save(h.blocks(0, slots)), "memory is full")
 		require.Equal(t, 2, h.ask(connector.Lending{Want: 5}))
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), "that is all")
 		rand.NewChaCha8([32]byte{1}).Read(h.kv.View(0, 20)) //nolint:errcheck // it has no error
-		slot := h.write(h.blocks(20, 21))
-		require.Equal(t, 1, h.offered(h.blocks(20, 21)))
+		slot := h.write(h.blocks(148, 149))                 // its ID is 20
+		require.Equal(t, 1, h.offered(h.blocks(148, 149)))
 		memory, _ := h.store.Counts()
-		require.EqualValues(t, 17, memory.Stored)
-		require.EqualValues(t, 15, memory.Blocks)
-		to := h.blocks(20, 21)
+		require.EqualValues(t, slots+1, memory.Stored)
+		require.EqualValues(t, slots-1, memory.Blocks)
+		to := h.blocks(148, 149)
 		to.Blocks[0].ID = 40
 		h.load(to, []uint32{slot})
 		require.Equal(t, h.kv.View(0, 20), h.kv.View(0, 40))
 		require.Equal(t, []uint32{slot}, h.placed(to))
-		require.Equal(t, 1, h.ask(connector.Lending{Want: 5, Written: h.blocks(20, 21).Blocks}))
+		require.Equal(t, 1, h.ask(connector.Lending{Want: 5, Written: h.blocks(148, 149).Blocks}))
 		require.NoError(t, h.store.Flush(t.Context()))
-		for n := range 16 {
-			require.NoError(t, h.save(h.blocks(22+n, 23+n)))
+		for first := 0; first < slots; first += 32 {
+			require.NoError(t, h.save(h.blocks(first, first+32)))
 		}
 		if policy == tier.LRU {
 			require.Empty(t, h.placed(to), "it is evicted as others are")
@@ -105,10 +106,10 @@ func TestLentSlots(t *testing.T) {
 func TestLendsNothing(t *testing.T) {
 	for name, change := range map[string]func(o *tier.Options){
 		"quota": func(o *tier.Options) { o.TenantBytes = 1 << 20 }, "threshold": func(o *tier.Options) { o.StoreThreshold = 2 },
-		"ttl": func(o *tier.Options) { o.TTL = time.Hour }, "few slots": func(o *tier.Options) { o.Slots = 7 },
+		"ttl": func(o *tier.Options) { o.TTL = time.Hour }, "few slots": func(o *tier.Options) { o.Slots = 63 },
 		"nobody reads": func(o *tier.Options) { o.Placement = nil },
 	} {
-		h := newLenderEnd(t, 16, change)
+		h := newLenderEnd(t, 128, change)
 		require.Zero(t, h.lender.Lends(), name)
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), name)
 	}
@@ -116,7 +117,7 @@ func TestLendsNothing(t *testing.T) {
 
 // Rule PLACE-33: what comes into a slot that was lent before a reset is older, and the slot is not lost.
 func TestLentBeforeAReset(t *testing.T) {
-	h := newLenderEnd(t, 16, func(*tier.Options) {})
+	h := newLenderEnd(t, 128, func(*tier.Options) {})
 	require.Equal(t, 2, h.ask(connector.Lending{Want: 2}))
 	early := h.take()
 	h.loans = append(h.loans, early)
@@ -134,7 +135,7 @@ func TestLentBeforeAReset(t *testing.T) {
 
 // Rule PLACE-13: of a block that was saved by message meanwhile the later one stays, and the other's slot is free.
 func TestLentAndSavedByMessage(t *testing.T) {
-	h := newLenderEnd(t, 16, func(*tier.Options) {})
+	h := newLenderEnd(t, 128, func(*tier.Options) {})
 	require.Equal(t, 1, h.ask(connector.Lending{Want: 1}))
 	b := h.blocks(0, 1)
 	require.NoError(t, h.save(b))
@@ -154,11 +155,11 @@ func TestLentAndSavedByMessage(t *testing.T) {
 
 // Whatever happens to them, no slot is lost.
 func TestNoLentSlotIsLost(t *testing.T) {
-	const slots = 24
+	const slots = 192
 	h := newLenderEnd(t, slots, func(o *tier.Options) { o.Policy, o.Lower = tier.S3FIFO, nil })
 	rng := rand.New(rand.NewPCG(172, 0))
-	for range 2000 {
-		n := rng.IntN(manyIDs)
+	for range 4000 {
+		n := rng.IntN(250)
 		switch rng.IntN(6) {
 		case 0:
 			h.ask(connector.Lending{Want: rng.IntN(3), Used: []uint32{uint32(rng.IntN(slots))}})

@@ -185,7 +185,7 @@ func (h *hostEnd) blocks(first, end int) *connector.Transfer {
 	transfer := &connector.Transfer{}
 	for n := first; n < end; n++ {
 		key := connector.BlockKey{1, byte(n)}
-		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n), Key: key})
+		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n % manyIDs), Key: key})
 	}
 	return transfer
 }

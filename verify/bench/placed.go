@@ -41,6 +41,9 @@ type placedShape struct {
 	batches []int
 }
 
+// lentShare is how many slots of a memory tier there are for each that it lends at a time.
+const lentShare = 64
+
 // otherWork is what a caller does before an operation that is not measured hot.
 const otherWork = 20 * time.Millisecond
 
@@ -151,7 +154,11 @@ func openPlaced(ctx context.Context, o PlacedOptions, s placedShape) (_ *placed,
 	if p.slots, err = newMemorySlots(p.kv); err != nil {
 		return nil, err
 	}
-	cfg, err := tierConfig(size + size/8)
+	memory := size + size/8
+	if !o.Quick { // so that the largest batch is lent at once
+		memory = max(memory, lentShare*s.block()*int64(slices.Max(s.batches))*9/8)
+	}
+	cfg, err := tierConfig(memory)
 	if err != nil {
 		return nil, err
 	}
