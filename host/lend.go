@@ -118,6 +118,7 @@ func (p *placement) write(r *rank, maker *digest.Maker, w *lentWrite) {
 		if err := maker.CopyOut(r.kv, w.block, r.kv.Segments(w.block.Group), to, mac.NonTemporal); err != nil {
 			return err
 		}
+		w.empty = false // as long as nobody knows
 		_, err = save.Publish(0)
 		w.empty = save.Lent()
 		return err
@@ -135,9 +136,12 @@ func (p *placement) voidLoans() {
 func (g *generation) borrow(life context.Context, number int, w connector.Lender) {
 	p := g.h.place.pools[number]
 	for p.wait(life) {
-		err := g.h.lend(life, number, w)
+		enough, err := g.h.lend(life, number, w)
 		switch {
-		case err == nil, life.Err() != nil:
+		case life.Err() != nil:
+		case err == nil && !enough: // all slots are pinned: no call for each save beside it
+			pause(life, tellWithin)
+		case err == nil:
 		case errors.Is(err, plugin.ErrLost), errors.Is(err, plugin.ErrUnanswered):
 			g.down(fmt.Errorf("lent slots: %w", err))
 			return
@@ -147,8 +151,8 @@ func (g *generation) borrow(life context.Context, number int, w connector.Lender
 	}
 }
 
-// lend makes one call.
-func (h *Host) lend(life context.Context, number int, w connector.Lender) error {
+// lend makes one call. enough: as many slots were lent as were wanted.
+func (h *Host) lend(life context.Context, number int, w connector.Lender) (enough bool, err error) {
 	over := h.place.call(h.ranks[number])
 	p := h.place.pools[number]
 	ctx, cancel := context.WithTimeout(life, h.cfg.Settings.Deadlines.Save+h.cfg.Settings.Deadlines.Grace)
@@ -158,12 +162,12 @@ func (h *Host) lend(life context.Context, number int, w connector.Lender) error 
 	loan, err := w.Lend(ctx, &l)
 	if err != nil {
 		p.unheard(&l)
-		return err
+		return false, err
 	}
 	h.learn(loan.Placed, len(l.Written))
 	over(&err) // it has named what answers before could not
 	if wrong := p.answered(round, l.Want, loan); wrong != nil {
 		h.violation("placement: " + wrong.Error())
 	}
-	return nil
+	return len(loan.Slots) >= l.Want, nil
 }

@@ -162,7 +162,9 @@ func (r *placerRig) borrow(slot uint32) error {
 func (r *placerRig) write(writer int, most int64) {
 	rng := rand.New(rand.NewPCG(12, uint64(writer)))
 	size := int(largestBlock(r.p.layout))
-	for r.accepted.Load() < most {
+	turn := time.NewTicker(100 * time.Microsecond) // where nothing is lent it leaves the processor to others
+	defer turn.Stop()
+	for ; r.accepted.Load() < most; <-turn.C {
 		n := rng.IntN(len(r.blocks))
 		b := r.blocks[n]
 		b.ID = connector.BlockID(placedBlocks/2 + writer)
@@ -182,7 +184,6 @@ func (r *placerRig) write(writer int, most int64) {
 		case over:
 			r.saved.Add(1)
 		}
-		runtime.Gosched()
 	}
 }
 
@@ -289,7 +290,7 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			close(done)
 			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots; %d deaths; %d answers of the plugin refused",
 				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), lives, r.faults.Load())
-			require.Positive(t, r.saved.Load())
+			require.GreaterOrEqual(t, r.saved.Load(), lives, "one for each life, for the least")
 			require.Zero(t, r.wrong.Load())
 			require.False(t, !c.lies && r.damaged.Load() > 0, "an honest plugin is not blamed for its evictions and deaths")
 			require.GreaterOrEqual(t, r.accepted.Load(), loads)

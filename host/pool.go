@@ -15,6 +15,7 @@ import (
 const (
 	leastLent  = 32                     // slots that a rank would like to have, however small its saves are
 	tellWithin = 100 * time.Millisecond // after which the plugin hears what was written, if nothing has to be asked before
+	idleAfter  = 5 * time.Second        // after which slots that nobody needs are given back
 )
 
 // pool are the empty slots that the plugin has lent one rank ahead of saves, and what it has to hear about those that it lent before
@@ -30,6 +31,7 @@ type pool struct {
 	back    []uint64 // serials of slots that are not wanted any more
 	written []connector.Block
 	round   uint64 // what was lent in a former one is not used
+	idle    bool   // nothing was saved since the last look
 }
 
 func newPool() *pool {
@@ -50,11 +52,28 @@ func (p *pool) void() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.round++
+	p.release()
+	p.signal()
+}
+
+// release gives every slot back. The caller holds mu.
+func (p *pool) release() {
 	for _, l := range p.lent {
 		p.back = append(p.back, l.Serial)
 	}
 	p.lent = nil
-	p.signal()
+}
+
+// rest gives slots back that nobody has needed for a while: they are room that nothing is kept in.
+func (p *pool) rest() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.idle {
+		p.size = 0
+		p.release()
+		p.signal()
+	}
+	p.idle = true
 }
 
 // target is how many slots there should be: none before anything is saved. The caller holds mu.
@@ -86,7 +105,11 @@ func (p *pool) signal() {
 func (p *pool) take(n int) (loans []place.Loan, round uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if n > p.most {
+	p.idle = false
+	if n > p.most { // it goes by message, and finds all the room that there is the next time
+		p.size = 0
+		p.release()
+		p.signal()
 		return nil, 0
 	}
 	p.size = max(n, p.size-(p.size+15)/16)
@@ -102,10 +125,15 @@ func (p *pool) take(n int) (loans []place.Loan, round uint64) {
 func (p *pool) put(round uint64, written []connector.Block, empty []place.Loan) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.written = append(p.written, written...)
-	p.written = p.written[max(0, len(p.written)-wire.MaxPlaced):] // of a plugin that does not answer; it finds them itself
+	p.wrote(written)
 	p.restore(round, empty)
 	p.signal()
+}
+
+// wrote notes blocks that were written. Of a plugin that does not answer the oldest are forgotten: it finds them itself. The caller holds mu.
+func (p *pool) wrote(blocks []connector.Block) {
+	p.written = append(p.written, blocks...)
+	p.written = p.written[max(0, len(p.written)-wire.MaxPlaced):]
 }
 
 // restore takes slots that are lent, or are to be given back. The caller holds mu.
@@ -121,12 +149,19 @@ func (p *pool) restore(round uint64, loans []place.Loan) {
 
 // wait waits until the plugin has to be called; false: ctx has ended.
 func (p *pool) wait(ctx context.Context) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-p.low:
-		return true
-	case <-p.late:
+	rest := time.NewTicker(idleAfter)
+	defer rest.Stop()
+	for told := false; !told; {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-p.low:
+			return true
+		case <-p.late:
+			told = true
+		case <-rest.C:
+			p.rest()
+		}
 	}
 	select {
 	case <-ctx.Done():
@@ -143,6 +178,10 @@ func (p *pool) ask() (l connector.Lending, round uint64) {
 	defer p.mu.Unlock()
 	l = connector.Lending{Written: p.written, Back: p.back, Want: max(0, p.target()-len(p.lent))}
 	p.written, p.back = nil, nil
+	select {
+	case <-p.late: // all is told
+	default:
+	}
 	return l, p.round
 }
 
@@ -150,7 +189,9 @@ func (p *pool) ask() (l connector.Lending, round uint64) {
 func (p *pool) unheard(l *connector.Lending) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.written, p.back = append(l.Written, p.written...), append(l.Back, p.back...)
+	later := p.written
+	p.written, p.back = l.Written, append(l.Back, p.back...)
+	p.wrote(later)
 	p.signal()
 }
 

@@ -130,6 +130,9 @@ func (h *Host) saveBlocks(ctx context.Context, r *rank, w connector.Worker, a *t
 	if h.saveLent(ctx, r, a) {
 		return tracker.Outcome{}
 	}
+	if err := ctx.Err(); err != nil { // a plugin that knows nothing of it need not die for it (rule HOST-03)
+		return tracker.Outcome{Err: err}
+	}
 	if err := r.makeDigests(a.Transfer.Blocks, a.Slots); err != nil {
 		return tracker.Outcome{Err: err}
 	}

@@ -36,7 +36,7 @@ func (l *lendingStore) host(keys ...connector.StoreKey) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, k := range keys {
-		l.data[k] = []byte{1}
+		l.data[k] = [][]byte{{1}}
 	}
 }
 

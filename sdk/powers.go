@@ -144,6 +144,7 @@ func (w *storeWorker) Lend(_ context.Context, l *connector.Lending) (loan *conne
 		w.written(l.Written)
 		store.Back(l.Back)
 		loan.Placed = store.Placed(append(w.keys(l.Written), w.unnamed.take()...))
+		loan.Placed = loan.Placed[:min(len(loan.Placed), wire.MaxPlaced)]
 		loan.Slots, loan.Serial = store.Lend(min(l.Want, w.Lends()))
 		return nil
 	})

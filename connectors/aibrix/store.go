@@ -29,6 +29,7 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 		return &Store{Store: far, far: far}, nil
 	}
 	o := tier.OptionsFor(&env)
+	o.Lend = true
 	o.MemoryBytes, o.Policy, o.Lower, o.AdmitAfter, o.Prefetch = s.memory, s.policy, lower, 1, ahead
 	if s.hot {
 		o.AdmitAfter = 2

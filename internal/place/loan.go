@@ -17,13 +17,19 @@ func (h *Host) Claim(l Loan, part Part, tenant uint64) (*Save, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err = s.claim([]Slot{l.Slot}); err == nil {
-		err = s.begin()
-	}
-	if err != nil {
-		s.Drop()
+	begun := false
+	defer func() { // also if the memory is gone
+		if !begun {
+			s.Drop()
+		}
+	}()
+	if err := s.claim([]Slot{l.Slot}); err != nil {
 		return nil, err
 	}
+	if err := s.begin(); err != nil {
+		return nil, err
+	}
+	begun = true
 	return s, nil
 }
 

@@ -34,7 +34,7 @@ type loan struct {
 // mostLent is how many slots are lent. It is none where a block that is offered need not be kept, or not for ever: what
 // the host has written has been acknowledged already.
 func (o *Options) mostLent(slots int) int {
-	if o.Placement == nil || o.StoreThreshold > 1 || o.TenantBytes > 0 || o.TTL > 0 {
+	if !o.Lend || o.Placement == nil || o.StoreThreshold > 1 || o.TenantBytes > 0 || o.TTL > 0 {
 		return 0
 	}
 	return slots / lentShare
@@ -136,7 +136,13 @@ func (m *memory) void() {
 }
 
 // settle takes note of what the host has written. The caller holds the gate.
-func (s *Store) settle() { s.memory.settle(s.writeBehind) }
+func (s *Store) settle() {
+	s.memory.settle(func(k connector.StoreKey, id uint32) {
+		if s.below != nil {
+			s.below.used(k, id, true) // many come at once
+		}
+	})
+}
 
 // Lends implements sdk.Lending.
 func (s *Store) Lends() int { return s.memory.loans.most }

@@ -20,7 +20,10 @@ type lenderEnd struct {
 }
 
 func newLenderEnd(t *testing.T, slots int, change func(o *tier.Options)) *lenderEnd {
-	h := newHostEndOf(t, slots, change)
+	h := newHostEndOf(t, slots, func(o *tier.Options) {
+		o.Lend = true
+		change(o)
+	})
 	lender, ok := h.worker.(connector.Lender)
 	require.True(t, ok)
 	return &lenderEnd{hostEnd: h, lender: lender}
@@ -107,12 +110,25 @@ func TestLendsNothing(t *testing.T) {
 	for name, change := range map[string]func(o *tier.Options){
 		"quota": func(o *tier.Options) { o.TenantBytes = 1 << 20 }, "threshold": func(o *tier.Options) { o.StoreThreshold = 2 },
 		"ttl": func(o *tier.Options) { o.TTL = time.Hour }, "few slots": func(o *tier.Options) { o.Slots = 63 },
-		"nobody reads": func(o *tier.Options) { o.Placement = nil },
+		"nobody reads": func(o *tier.Options) { o.Placement = nil }, "not said": func(o *tier.Options) { o.Lend = false },
 	} {
 		h := newLenderEnd(t, 128, change)
 		require.Zero(t, h.lender.Lends(), name)
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), name)
 	}
+}
+
+// Of many blocks that the host has written before the Store takes note of any, each is written below, however few may wait for that at a time.
+func TestLentBlocksAreWrittenBelow(t *testing.T) {
+	h := newLenderEnd(t, 640, func(o *tier.Options) { o.WriteBehind = 1 })
+	require.Equal(t, 10, h.ask(connector.Lending{Want: 10}))
+	for n := range 10 {
+		h.write(h.blocks(n, n+1))
+	}
+	require.NoError(t, h.store.Flush(t.Context()))
+	_, lower := h.store.Counts()
+	require.EqualValues(t, 10, lower.WriteBacks)
+	require.Zero(t, lower.Dropped)
 }
 
 // Rule PLACE-33: what comes into a slot that was lent before a reset is older, and the slot is not lost.

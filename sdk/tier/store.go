@@ -81,7 +81,10 @@ func (s *Store) Slots() int { return s.memory.slots }
 // Counts are the numbers of the memory tier and of the way to the lower one so far. What a Disk itself counts
 // is in Disk.Counts.
 func (s *Store) Counts() (memory, lower Stats) {
-	s.takeNote()
+	if s.gate.TryRLock() { // numbers do not wait for a Reset
+		s.note()
+		s.gate.RUnlock()
+	}
 	memory = s.mem.Now()
 	memory.Blocks, memory.Slots = uint64(s.memory.index.Len()), uint64(s.memory.slots)
 	if s.below != nil {
@@ -210,7 +213,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 
 func (s *Store) writeBehind(k connector.StoreKey, id uint32) {
 	if s.below != nil {
-		s.below.used(k, id)
+		s.below.used(k, id, false)
 	}
 }
 
@@ -326,6 +329,11 @@ func (s *Store) Flush(ctx context.Context) error {
 func (s *Store) takeNote() {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.note()
+}
+
+// note is takeNote for who holds the gate.
+func (s *Store) note() {
 	if !s.left {
 		s.settle()
 	}
@@ -513,6 +521,10 @@ type Options struct {
 	// Store for it, with which it would overwrite blocks.
 	Placement *connector.Placement
 	arena     []byte // of which Placement is
+	// Lend has the Store lend the host slots, which writes there what it saves and tells the Store later (sdk.Lending). Put is not called for that, so
+	// a Store around this one whose Put does more leaves it out. Nothing is lent where not every block is kept: with a StoreThreshold, TTL or
+	// TenantBytes.
+	Lend bool
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
 	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
