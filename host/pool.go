@@ -178,9 +178,11 @@ func (p *pool) ask() (l connector.Lending, round uint64) {
 	defer p.mu.Unlock()
 	l = connector.Lending{Written: p.written, Back: p.back, Want: max(0, p.target()-len(p.lent))}
 	p.written, p.back = nil, nil
-	select {
-	case <-p.late: // all is told
-	default:
+	for _, said := range []chan struct{}{p.low, p.late} {
+		select {
+		case <-said:
+		default:
+		}
 	}
 	return l, p.round
 }
