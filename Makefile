@@ -116,7 +116,7 @@ SERVED    := docs/benchmarks/serve
 TRAFFIC   := --plugin-path bin --threads 2 --workload docs/benchmarks/serve-workload.json --format json
 SIMULATED := docs/benchmarks/simulated
 
-bench-serve: deps build ## compare prefill and decode apart with whole engines: 45 minutes of real traffic, for docs/benchmarks/serve*.jsonl, and the simulation
+bench-serve: deps build ## compare prefill and decode apart with whole engines: 75 minutes of real traffic, for docs/benchmarks/serve*.jsonl, and the simulation
 	bin/kvport bench serve $(TRAFFIC) --setups chunked,chunked-128,whole-prefix_aware,pd,pd-turns --rate 0.5 --rounds 10 > $(SERVED).jsonl.new
 	bin/kvport bench serve $(TRAFFIC) --setups pd,pd-turns,pd-offload --rate 0.5 --rounds 10 > $(SERVED)-turns.jsonl.new
 	bin/kvport sim serve --format json > $(SIMULATED).jsonl.new

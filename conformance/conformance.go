@@ -65,6 +65,8 @@ const (
 	// Bounded is a Store of which options of the config limit how much it keeps, how long, or how much of each tenant. Its schema declares
 	// what they bound.
 	Bounded Profile = "bounded"
+	// Ageing is a Store of many blocks, which is then as quick as at the beginning.
+	Ageing Profile = "ageing"
 	// LayerWise is a connector that saves blocks while their layers are computed.
 	LayerWise Profile = "layerwise"
 	// Reshape is a connector that loads from producers with other block sizes and ranks.
@@ -75,7 +77,7 @@ const (
 
 // Profiles lists all profiles.
 func Profiles() []Profile {
-	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Bounded, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, Place, MultiChildren}
+	return []Profile{Store, Lifecycle, MultiRank, Groups, Fault, Power, Remote, Offload, Bounded, Ageing, Buffer, Pipe, PDProducer, PDConsumer, Bidirectional, LayerWise, Reshape, Place, MultiChildren}
 }
 
 // ParseProfile reads a profile's name.
@@ -121,7 +123,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run: first those without which no other can be judged.
 func Cases() []Case {
-	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
+	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), ageingCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

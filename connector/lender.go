@@ -3,7 +3,7 @@ package connector
 import "context"
 
 // Lender is a Placer that lends the host empty slots ahead of saves: the host writes blocks there by itself and tells the connector
-// afterwards (rules PLACE-29 to PLACE-34). It has no capability of its own.
+// afterwards (rules PLACE-29 and PLACE-31 to PLACE-35). It has no capability of its own.
 type Lender interface {
 	Placer
 	// Lends is how many slots this rank may have at a time; 0: none, and Lend is not called. It does not change.

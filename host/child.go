@@ -25,6 +25,7 @@ type child struct {
 	log     *slog.Logger
 	metrics childCounters
 	vital   *vital
+	placing *childPlacing // nil: no blocks are placed
 
 	mu      sync.Mutex
 	now     *life         // nil while none takes calls
@@ -296,26 +297,33 @@ func (c *child) openScheduler(ctx context.Context, env connector.Env) (connector
 
 func (c *child) openWorker(ctx context.Context, env connector.Env) (connector.Worker, error) {
 	side, err := c.open(ctx, opening{worker: true, env: env})
-	return childWorker{c, side}, err
+	return childWorker{c, side, env.Rank}, err
 }
 
 // childWorker is the worker side of one rank of a child, through all its lives.
 type childWorker struct {
 	*child
-	side int
+	side   int
+	number int // of the rank
 }
 
 // Load implements connector.Worker. It returns when no process of the child can write the blocks.
 func (w childWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	return w.move(ctx, w.loadLimit(t), "load", t, func(ctx context.Context, side connector.Worker) error { return side.Load(ctx, t, kv) })
+	if over, err := w.loadPlaced(ctx, t, kv); over {
+		return err
+	}
+	return w.move(ctx, w.loadLimit(t), "load", t, func(ctx context.Context, side connector.Worker) error { return w.loadFrom(ctx, side, t, kv) })
 }
 
 // LoadLayers implements connector.LayerLoader.
 func (w childWorker) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	if over, err := w.loadPlaced(ctx, t, kv); over {
+		return err
+	}
 	return w.move(ctx, w.loadLimit(t), "load", t, func(ctx context.Context, side connector.Worker) error {
 		loader, ok := connector.As[connector.LayerLoader](side)
 		if !ok {
-			return side.Load(ctx, t, kv)
+			return w.loadFrom(ctx, side, t, kv)
 		}
 		return loader.LoadLayers(ctx, t, kv, arrived)
 	})
@@ -344,7 +352,7 @@ func (w childWorker) Reshape(ctx context.Context, t *connector.Transfer, from co
 
 // Save implements connector.Worker.
 func (w childWorker) Save(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
-	return w.move(ctx, w.set.Deadlines.Save, "save", t, func(ctx context.Context, side connector.Worker) error { return side.Save(ctx, t, kv) })
+	return w.move(ctx, w.set.Deadlines.Save, "save", t, func(ctx context.Context, side connector.Worker) error { return w.saveTo(ctx, side, t, kv) })
 }
 
 // SaveLayers implements connector.LayerWorker. Its deadline begins when the last layer is final, or no more will be.

@@ -23,9 +23,24 @@ func (s childScheduler) Capabilities() connector.Capability { return s.src.info.
 
 // Match implements connector.Scheduler.
 func (s childScheduler) Match(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
-	return childCall(ctx, s, s.set.Deadlines.Later, func(ctx context.Context, _ *life, side connector.Scheduler) ([]connector.Match, error) {
-		return side.Match(ctx, qs)
+	matches, asked := s.matchPlaced(qs)
+	if len(asked) == 0 {
+		return matches, nil
+	}
+	rest := make([]connector.Query, len(asked))
+	for n, i := range asked {
+		rest[n] = qs[i]
+	}
+	answers, err := childCall(ctx, s, s.set.Deadlines.Later, func(ctx context.Context, _ *life, side connector.Scheduler) ([]connector.Match, error) {
+		return side.Match(ctx, rest)
 	})
+	if err != nil {
+		return nil, err
+	}
+	for n, i := range asked {
+		matches[i] = answers[n]
+	}
+	return matches, nil
 }
 
 // Plan implements connector.Planner.
@@ -142,6 +157,8 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 
 // Reset implements connector.Resetter.
 func (s childScheduler) Reset(ctx context.Context) (bool, error) {
+	s.src.place.pause()
+	defer s.src.place.resume()
 	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Resetter) (bool, error) {
 		return side.Reset(ctx)
 	})

@@ -43,6 +43,7 @@ type childStarter struct {
 
 	violated func(what string) // may be nil
 	keys     *pluginKeys
+	placing  *childPlacing // nil: a host above this one verifies what is loaded
 }
 
 // composite is the children of one MultiConnector and what joins them. To the host it is a plugin that
@@ -76,7 +77,7 @@ func (h *Host) startComposite(ctx context.Context) (*generation, error) {
 		eng: h.eng, epoch: h.epoch, log: h.log, regions: regions, layout: layout, sources: h.sources,
 		paths: h.opts.PluginPath, metrics: h.metrics.children, vitals: h.metrics.vitals, hurry: h.hurry, started: h.opts.Started,
 		held: func(n int64) { h.metrics.arena.Add(float64(n)) }, filled: func(n int64) { h.metrics.allocated.Add(float64(n)) }, violated: h.violation,
-		keys: &pluginKeys{ring: h.keys},
+		keys: &pluginKeys{ring: h.keys}, placing: &childPlacing{ranks: h.ranks, metrics: h.metrics, failed: h.placedFailed},
 	}
 	if h.composite, err = n.open(ctx, h.cfg, "", "kv_connector_extra_config."); err != nil {
 		h.metrics.set.Unregister()
@@ -178,6 +179,9 @@ func (n *childStarter) open(ctx context.Context, cfg *Config, label, path string
 		infos := make([]connector.Info, len(f.members))
 		for i := range infos {
 			infos[i] = f.members[i].info()
+			if n.placing != nil { // the host has that power of each child itself
+				infos[i].Capabilities &^= connector.CanPlace
+			}
 		}
 		err = n.join(f, childrenOf(cfg, infos), path)
 	}
@@ -212,6 +216,7 @@ func (n *childStarter) start(ctx context.Context, cfg *Config, label string) (*c
 	if n.violated != nil {
 		src.violated = func(what string) { n.violated(label + ": " + what) }
 	}
+	src.place = n.placing.placement(&src.eng, label)
 	if _, err := src.find(ctx, n.paths); err != nil {
 		return nil, err
 	}
@@ -222,7 +227,7 @@ func (n *childStarter) start(ctx context.Context, cfg *Config, label string) (*c
 	if src.info.Lossy {
 		n.log.Warn("loaded blocks are not verified: the connector may change their bytes", "child", label)
 	}
-	c := &child{label: label, src: src, set: &cfg.Settings, log: n.log, metrics: n.metrics.of(label), vital: n.vitals.of(label)}
+	c := &child{label: label, src: src, set: &cfg.Settings, log: n.log, metrics: n.metrics.of(label), vital: n.vitals.of(label), placing: n.placing}
 	c.adopt(first)
 	return c, nil
 }

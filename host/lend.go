@@ -31,7 +31,7 @@ func (h *Host) saveLent(ctx context.Context, r *rank, a *tracker.Move) bool {
 }
 
 // save writes the blocks of a save into slots that the plugin has lent ahead; false if it has to be asked for all of them: there are
-// too few slots, or anything is in doubt (rule PLACE-30). The error says that no honest plugin lends such slots.
+// too few slots, or anything is in doubt (rule PLACE-35). The error says that no honest plugin lends such slots.
 func (p *placement) save(ctx context.Context, r *rank, number int, t *connector.Transfer) (over bool, wrong error) {
 	if p == nil || t.Replace || len(t.Ticket)+len(t.Extra) > 0 || len(t.Blocks) == 0 || !p.enter() {
 		return false, nil

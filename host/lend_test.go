@@ -40,7 +40,7 @@ func (r *placedRig) lent(n int) int {
 	return len(r.p.pools[n].lent)
 }
 
-// Rules PLACE-30 and PLACE-34: a save goes into lent slots without the plugin, is found and loaded from there, and is told afterwards.
+// Rules PLACE-35 and PLACE-34: a save goes into lent slots without the plugin, is found and loaded from there, and is told afterwards.
 func TestSaveLent(t *testing.T) {
 	r := newPlacedRig(t, 2, all(), connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
 	ks := keys(1, 5)
@@ -74,7 +74,7 @@ func TestSaveLent(t *testing.T) {
 	require.True(t, r.loaded(0, first...))
 }
 
-// Rule PLACE-30: whatever is in doubt goes by message, and no slot is lost for it.
+// Rule PLACE-35: whatever is in doubt goes by message, and no slot is lost for it.
 func TestSaveLentInDoubt(t *testing.T) {
 	r := newPlacedRig(t, 1, all())
 	bs := r.fill(keys(1, 4), 0)

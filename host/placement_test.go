@@ -331,9 +331,9 @@ func TestPlacedFailuresAreCounted(t *testing.T) {
 	var err error
 	h.metrics, err = newMetrics(nil, "X", TrustInPlace)
 	require.NoError(t, err)
-	h.placedFailed(3, 0)
+	h.placedFailed("x", 3, 0)
 	require.Empty(t, log.String())
-	h.placedFailed(2, 1)
+	h.placedFailed("x", 2, 1)
 	require.Contains(t, log.String(), "damaged blocks in the connector's memory")
 	require.InDelta(t, 5, testutil.ToFloat64(h.metrics.placedFailed), 0)
 	require.InDelta(t, 1, testutil.ToFloat64(h.metrics.integrity), 0)

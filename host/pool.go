@@ -19,7 +19,7 @@ const (
 )
 
 // pool are the empty slots that the plugin has lent one rank ahead of saves, and what it has to hear about those that it lent before
-// (rules PLACE-29 to PLACE-34).
+// (rules PLACE-29 and PLACE-31 to PLACE-35).
 type pool struct {
 	low  chan struct{} // there are few slots
 	late chan struct{} // the plugin has to hear something

@@ -160,11 +160,11 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 
 // placedFailed counts blocks that the host found in slots and could not use: the plugin is asked for them. Those that are not what was saved
 // count as what a plugin loads so (rule HOST-04), although the load by message may bring them right.
-func (h *Host) placedFailed(blocks, damaged int) {
+func (h *Host) placedFailed(name string, blocks, damaged int) {
 	h.metrics.placedFailed.Add(float64(blocks))
 	if damaged > 0 {
 		h.metrics.integrity.Add(float64(damaged))
-		h.log.Warn("damaged blocks in the connector's memory, it is asked for them", "connector", h.info.Name, "blocks", damaged)
+		h.log.Warn("damaged blocks in the connector's memory, it is asked for them", "connector", name, "blocks", damaged)
 	}
 }
 

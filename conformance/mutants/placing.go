@@ -259,6 +259,8 @@ func (s *placingStore) Placed(keys []connector.StoreKey) (slots []uint32) {
 
 // Used implements sdk.Placing.
 func (s *placingStore) Used(slots []uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	for _, slot := range slots {
 		s.lost = s.lost || s.bad.strict && int(slot) >= s.g.Slots
 	}

@@ -42,6 +42,9 @@ func configOf(m mutants.Mutant) json.RawMessage {
 // faultsAreFound plays random histories of one case against each wrong connector that only they find, and expects the rule that says so.
 func faultsAreFound(t *testing.T, caseID string) {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: the random histories of right connectors, which run there, are the same code")
+	}
 	for _, m := range mutants.RandomlyFound() {
 		if m.Case != caseID {
 			continue
@@ -61,6 +64,9 @@ func faultsAreFound(t *testing.T, caseID string) {
 
 // What no case looks for is found by random histories, and the report names the rule and shows a short history.
 func TestOnlyRandomHistoriesFind(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: each takes up to a minute under the race detector, where other tests play the same histories")
+	}
 	classes := map[string]bool{}
 	all := mutants.RandomlyFound()
 	require.GreaterOrEqual(t, len(all), 20)

@@ -187,7 +187,7 @@ func shortened(name string, from, to int) Mutant {
 
 // badStores are the faults that authors of a Store can make.
 func badStores() []Mutant {
-	return slices.Concat(shortKeys(), badReaders(), badWriters(), []Mutant{earlyOffer(), leftOut()})
+	return slices.Concat(shortKeys(), badReaders(), badWriters(), agers(), []Mutant{earlyOffer(), leftOut()})
 }
 
 // shortKeys know keys by a part of their bytes.

@@ -19,6 +19,14 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
+// A connector alone, and two as children of a MultiConnector; the trust level is still to be filled in.
+const (
+	alone = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"trust":%q}}`
+	pair  = `{"kv_connector":"MultiConnector","kv_role":"kv_both","kvport":{"trust":%q},"kv_connector_extra_config":{"connectors":[
+		{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864}},
+		{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":33554432}}]}}`
+)
+
 // Rules PLACE-23 and PLACE-24: prompts that come again are matched and loaded without a call of the plugin, also after the
 // plugin was killed and after a reset, at both trust levels and on several ranks; no token differs.
 func TestPlacedHits(t *testing.T) {
@@ -37,23 +45,24 @@ func TestPlacedHits(t *testing.T) {
 		}
 		return tokens
 	}
-	alone := serve(t, kvport, "sim", "")
-	want := ask(alone)
-	stop(t, alone)
+	single := serve(t, kvport, "sim", "")
+	want := ask(single)
+	stop(t, single)
 	for _, c := range []struct {
-		name, trust string
-		args        []string
+		name, config, trust string
+		args                []string
 	}{
-		{"in place", "in-place", nil}, {"staged", "staged", nil}, {"two ranks", "in-place", []string{"--tensor-parallel-size", "2"}},
+		{"in place", alone, "in-place", nil}, {"staged", alone, "staged", nil}, {"two ranks", alone, "in-place", []string{"--tensor-parallel-size", "2"}},
+		{"children", pair, "in-place", nil}, {"children, staged", pair, "staged", nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":67108864},"kvport":{"trust":%q}}`, c.trust)
+			config := fmt.Sprintf(c.config, c.trust)
 			p := serve(t, kvport, "sim", "", append([]string{"--kv-transfer-config", config}, c.args...)...)
 			want := want
 			if c.args != nil { // ranks have other bytes, and so other tokens
-				alone := serve(t, kvport, "sim", "", c.args...)
-				want = ask(alone)
-				stop(t, alone)
+				single := serve(t, kvport, "sim", "", c.args...)
+				want = ask(single)
+				stop(t, single)
 			}
 			sum := func(name string, labels ...string) float64 {
 				m, err := client.Metrics(t.Context(), p.URL)
@@ -74,21 +83,29 @@ func TestPlacedHits(t *testing.T) {
 					kill(t, &client, p)
 				}
 			}
-			resp, err := http.Post(p.URL+"/reset_prefix_cache", "", nil)
-			require.NoError(t, err)
-			require.NoError(t, resp.Body.Close())
-			require.Equal(t, http.StatusOK, resp.StatusCode)
+			resetCache(t, p)
 			blocks := sum("kvport_placed_blocks_total")
 			require.Equal(t, want, ask(p))
 			require.InDelta(t, blocks, sum("kvport_placed_blocks_total"), 0, "nothing is resident after a reset")
 			require.Equal(t, want, ask(p))
 			require.Greater(t, sum("kvport_placed_blocks_total"), blocks)
-			require.Zero(t, sum("kvport_plugin_match_seconds_count"), "nor has its next life, or after a reset")
+			if c.config == alone { // else it counts what the MultiConnector was asked, which asks its children's indexes
+				require.Zero(t, sum("kvport_plugin_match_seconds_count"), "nor has its next life, or after a reset")
+			}
 			require.Zero(t, sum("kvport_plugin_violations_total"))
 			require.Zero(t, sum("kvport_integrity_failures_total"))
 			stop(t, p)
 		})
 	}
+}
+
+// resetCache has an engine forget every block.
+func resetCache(t *testing.T, p *cluster.Process) {
+	t.Helper()
+	resp, err := http.Post(p.URL+"/reset_prefix_cache", "", nil)
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
+	require.Equal(t, http.StatusOK, resp.StatusCode)
 }
 
 // Rule PLACE-23: each turn of a conversation has a new end, and with memory alone it is matched as far as it is known without a call of the plugin.
@@ -111,7 +128,7 @@ func TestTurnsWithoutACall(t *testing.T) {
 	stop(t, p)
 }
 
-// Rules PLACE-30 and PLACE-34: once the plugin has lent slots, what is computed is saved without a call of the plugin, and found by the next life, which nobody has
+// Rules PLACE-35 and PLACE-34: once the plugin has lent slots, what is computed is saved without a call of the plugin, and found by the next life, which nobody has
 // told about the last of it.
 func TestSavesWithoutACall(t *testing.T) {
 	kvport := binaries(t)
@@ -289,10 +306,16 @@ func kill(t *testing.T, client *cluster.Client, p *cluster.Process) {
 	t.Helper()
 	health, err := client.Health(t.Context(), p.URL)
 	require.NoError(t, err)
-	pid := health.Connector.PID
+	first := func(h *cluster.Connector) *cluster.Connector {
+		if len(h.Children) > 0 {
+			return &h.Children[0]
+		}
+		return h
+	}
+	pid := first(&health.Connector).PID
 	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
 	require.Eventually(t, func() bool {
 		now, err := client.Health(t.Context(), p.URL)
-		return err == nil && now.Connector.State == "ready" && now.Connector.PID != pid
+		return err == nil && now.Connector.State == "ready" && first(&now.Connector).PID != pid
 	}, time.Minute, 5*time.Millisecond)
 }

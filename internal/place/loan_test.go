@@ -28,7 +28,7 @@ func (r *shelfRig) saveLent(l Loan, n byte) {
 	require.False(r, s.Lent())
 }
 
-// Rules PLACE-30 and PLACE-32: what the host writes into a lent slot is resident at once, and the plugin finds it there.
+// Rules PLACE-35 and PLACE-32: what the host writes into a lent slot is resident at once, and the plugin finds it there.
 func TestLoan(t *testing.T) {
 	r := newShelfRig(t)
 	loan, word := r.lend(3)

@@ -13,7 +13,7 @@ import (
 // fewer, and the hit ratio is that of the policy within a percent.
 const lentShare = 64
 
-// loans are the slots that the host may write (rules PLACE-29 to PLACE-33), until settle finds a block there or the host gives
+// loans are the slots that the host may write (rules PLACE-29 and PLACE-33), until settle finds a block there or the host gives
 // them back.
 type loans struct {
 	most int // 0: none are lent

@@ -1,0 +1,145 @@
+package conformance
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvport/kvport/connector"
+)
+
+// An index that is walked from end to end, a folder with everything in it, a list that is sorted at each save: such a connector passes
+// with a hundred blocks and has next to no answers after a day. So one case stores many, and compares what calls take then with what
+// the same calls took at the beginning.
+
+const (
+	aged      = 100_000 // blocks that are stored
+	agedLeast = 20_000  // on a machine that is too slow for all of them
+	ageBatch  = 1000    // blocks of a save
+	agePiece  = 64      // blocks of a call whose time counts
+	ageTries  = 24      // of which the quickest counts: the others may have waited for a processor
+	ageFactor = 6
+	ageBeyond = 24
+	ageFloor  = 2 * time.Millisecond // added to what is allowed: on so little nothing depends
+	ageTime   = 30 * time.Second     // to store them all
+)
+
+func ageingCases() []Case {
+	c := storeCase("ageing", "WORK-11", "A hundred thousand blocks are stored: matches, loads and saves then take no longer than at the beginning.", ageing)
+	c.Profiles = []Profile{Ageing}
+	return []Case{c}
+}
+
+// pace is what the quickest call of each kind took.
+type pace [paces]time.Duration
+
+// The kinds of calls.
+const (
+	ageOfMatch = iota
+	ageOfLoad
+	ageOfSave
+	paces
+)
+
+func ageing(r *rig) {
+	began := time.Now()
+	layout := interleaved(2 * ageBatch)
+	e := r.engine(setup{layout: &layout})
+	young := e.beginning()
+	keys, stored, err := e.age(began)
+	if err != nil {
+		r.Skipf("it does not take %d blocks: %v", aged, err)
+	}
+	if stored < agedLeast {
+		r.inconclusive("the time was enough for %d blocks", stored)
+	}
+	old, ok := e.pace(keys)
+	if !ok {
+		r.Errorf("%d blocks are stored, and the last of them cannot be loaded", stored)
+		return
+	}
+	began = time.Now()
+	if len(old.slower(&young)) > 0 { // or is it the machine? Then a connector that has just begun is slow, too.
+		next := r.stage(1, end(&layout))
+		defer func() { _ = next.shut() }()
+		now := next.engine(setup{layout: &layout}).beginning()
+		again, _ := e.pace(keys)
+		for k := range paces {
+			young[k], old[k] = max(young[k], now[k]), min(old[k], again[k])
+		}
+	}
+	for _, k := range old.slower(&young) {
+		said := fmt.Sprintf("%s of %d blocks takes %v with %d blocks stored, and %v with %d: allowed are %d times as long, and %v",
+			[paces]string{"a match", "a load", "a save"}[k], agePiece, old[k], stored, young[k], ageBatch, ageFactor, ageFloor)
+		if old[k] > ageBeyond*young[k]+ageFloor { // no machine is as busy as that for one of the two alone
+			r.Errorf("%s", said)
+			continue
+		}
+		r.overdue(began, "%s", said)
+	}
+}
+
+// slower are the kinds of calls that take longer than is allowed beside those of another pace.
+func (p *pace) slower(young *pace) (kinds []int) {
+	for k := range paces {
+		if p[k] > ageFactor*young[k]+ageFloor {
+			kinds = append(kinds, k)
+		}
+	}
+	return kinds
+}
+
+// beginning is the pace of a connector that has stored nothing yet.
+func (e *engine) beginning() pace {
+	e.Helper()
+	keys := e.keys(ageBatch)
+	e.save(blocks(0, keys...)...)
+	p, ok := e.pace(keys)
+	if !ok {
+		e.Skipf("it does not keep the last %d of %d blocks", agePiece, ageBatch)
+	}
+	return p
+}
+
+// age stores blocks, as many as there is time for; keys are the last of them.
+func (e *engine) age(began time.Time) (keys []connector.BlockKey, stored int, err error) {
+	end := began.Add(ageTime)
+	for stored = ageBatch; stored < aged && time.Now().Before(end) && e.Context().Err() == nil; stored += ageBatch {
+		keys = e.keys(ageBatch)
+		bs := blocks(0, keys...)
+		e.fill(bs...)
+		if err := e.saveOnly(e.Context(), transfer(bs)); err != nil {
+			return nil, stored, err
+		}
+	}
+	return keys, stored, nil
+}
+
+// pace measures calls with the last of some blocks; false: they cannot be loaded.
+func (e *engine) pace(keys []connector.BlockKey) (p pace, ok bool) {
+	for k := range paces {
+		p[k] = time.Hour
+	}
+	note := func(kind int, began time.Time) { p[kind] = min(p[kind], time.Since(began)) }
+	keys = keys[len(keys)-agePiece:]
+	to := blocks(ageBatch, keys...)
+	for range ageTries {
+		began := time.Now()
+		if e.match(keys...) < agePiece {
+			return p, false
+		}
+		note(ageOfMatch, began)
+		began = time.Now()
+		if e.load(to...) != nil {
+			return p, false
+		}
+		note(ageOfLoad, began)
+	}
+	for range ageTries {
+		bs := blocks(ageBatch, e.keys(agePiece)...)
+		e.fill(bs...)
+		began := time.Now()
+		e.must(e.saveOnly(e.Context(), transfer(bs)), "save")
+		note(ageOfSave, began)
+	}
+	return p, true
+}
