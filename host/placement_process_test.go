@@ -24,7 +24,8 @@ import (
 )
 
 const (
-	libraryBlocks = 60 // that the plugin knows of
+	libraryBlocks = 60
+	pluginBlocks  = 40 // of them that the plugin writes; the host saves the others
 	placerSlots   = 48
 	placerReaders = 4
 	placerWriters = 2
@@ -88,7 +89,7 @@ func (r *placerRig) start() {
 	require.Equal(r, placerSlots, env.Slots)
 	r.seed++
 	order, err := json.Marshal(placerOrder{
-		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys, Seed: r.seed, Lies: r.lies,
+		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys[:pluginBlocks], Seed: r.seed, Lies: r.lies,
 	})
 	require.NoError(r, err)
 	r.cmd = exec.Command("/proc/self/exe")
@@ -165,7 +166,7 @@ func (r *placerRig) write(writer int, most int64) {
 	turn := time.NewTicker(100 * time.Microsecond) // where nothing is lent it leaves the processor to others
 	defer turn.Stop()
 	for ; r.accepted.Load() < most; <-turn.C {
-		n := rng.IntN(len(r.blocks))
+		n := pluginBlocks + rng.IntN(libraryBlocks-pluginBlocks)
 		b := r.blocks[n]
 		b.ID = connector.BlockID(placedBlocks/2 + writer)
 		spans, err := r.rank.kv.Spans(b)
@@ -290,7 +291,7 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			close(done)
 			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots; %d deaths; %d answers of the plugin refused",
 				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), lives, r.faults.Load())
-			require.GreaterOrEqual(t, r.saved.Load(), lives, "one for each life, for the least")
+			require.Positive(t, r.saved.Load())
 			require.Zero(t, r.wrong.Load())
 			require.False(t, !c.lies && r.damaged.Load() > 0, "an honest plugin is not blamed for its evictions and deaths")
 			require.GreaterOrEqual(t, r.accepted.Load(), loads)
