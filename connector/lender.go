@@ -8,7 +8,7 @@ type Lender interface {
 	Placer
 	// Lends is how many slots this rank may have at a time; 0: none, and Lend is not called. It does not change.
 	Lends() int
-	// Lend takes note of what the host says, and lends slots, which may be fewer than it wants. One call of a rank at a time is made.
+	// Lend takes note of what the host says, and lends slots, which may be fewer than it asks for. One call of a rank at a time is made.
 	Lend(ctx context.Context, l *Lending) (*Loan, error)
 }
 

@@ -195,7 +195,7 @@ func TestPool(t *testing.T) {
 	require.Nil(t, loans)
 	lend(5, 700)
 	loans, _ = p.take(41)
-	require.Nil(t, loans, "never so many")
+	require.Nil(t, loans, "never that many")
 	l, _ = p.ask()
 	require.Len(t, l.Back, 5, "they are room for what is larger")
 	ctx, cancel := context.WithCancel(t.Context())

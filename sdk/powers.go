@@ -23,10 +23,9 @@ type Placing interface {
 	Used(slots []uint32)
 }
 
-// Lending is a Placing that lends the host empty slots ahead of saves. Its methods, Placed and all others of the Store take note of what
+// Lending is a [Placing] Store that lends the host empty slots ahead of saves. These methods and all others of the Store take note of what
 // the host has written there before they do anything else (rule PLACE-32).
 type Lending interface {
-	Placing
 	// Lends is how many slots are lent at a time; 0: none. It does not change.
 	Lends() int
 	// Lend lends up to n slots more. serial is that of the block that is written into the first one; that of each other one is the
@@ -134,16 +133,17 @@ func (w *storeWorker) Lends() int {
 
 // Lend implements connector.Lender. It lends last: an error has no room for slots.
 func (w *storeWorker) Lend(_ context.Context, l *connector.Lending) (loan *connector.Loan, err error) {
-	store, ok := w.store.(Lending)
-	if !ok {
+	store, lends := w.store.(Lending)
+	placing, places := w.store.(Placing)
+	if !lends || !places {
 		return nil, fmt.Errorf("the connector lends no slots: %w", connector.ErrIncompatible)
 	}
 	loan = &connector.Loan{}
 	err = wire.Guard(w.log, "lend", func() error {
-		store.Used(l.Used)
-		w.written(l.Written)
+		placing.Used(l.Used)
+		w.written(l.Written, placing)
 		store.Back(l.Back)
-		loan.Placed = store.Placed(append(w.keys(l.Written), w.unnamed.take()...))
+		loan.Placed = placing.Placed(append(w.keys(l.Written), w.unnamed.take()...))
 		loan.Placed = loan.Placed[:min(len(loan.Placed), wire.MaxPlaced)]
 		loan.Slots, loan.Serial = store.Lend(min(l.Want, w.Lends()))
 		return nil
@@ -152,7 +152,7 @@ func (w *storeWorker) Lend(_ context.Context, l *connector.Lending) (loan *conne
 }
 
 // written tells the watch about blocks that the host has written into lent slots, and that are still there.
-func (w *storeWorker) written(blocks []connector.Block) {
+func (w *storeWorker) written(blocks []connector.Block, store Placing) {
 	if w.watch == nil || len(blocks) == 0 {
 		return
 	}
@@ -164,7 +164,7 @@ func (w *storeWorker) written(blocks []connector.Block) {
 	w.watch.saving(items, keys)
 	gone := map[int]bool{}
 	for i, it := range items { // what went before saving was not heard of
-		gone[i] = len(w.store.(Lending).Placed([]connector.StoreKey{it.Key})) == 0 //nolint:forcetypeassert // Lend has looked
+		gone[i] = len(store.Placed([]connector.StoreKey{it.Key})) == 0
 	}
 	w.watch.saved(items, gone)
 }

@@ -41,7 +41,7 @@ func LendingReference() connector.Plugin { return lendingPlugin(lendingFault{}) 
 
 func lendingPlugin(wrong lendingFault) connector.Plugin {
 	return sdk.FromStore(placingDefinition(), func(_ context.Context, env connector.Env, _ arenaConfig) (connector.Store, error) {
-		s := &lendingStore{placingStore: &placingStore{evict: true}, wrong: wrong}
+		s := &lendingStore{placingStore: &placingStore{}, wrong: wrong}
 		_, err := openPlacing(&env, s.placingStore)
 		return s, err
 	})
@@ -94,11 +94,9 @@ func (s *lendingStore) Lend(n int) (slots []uint32, serial uint64) {
 	if s.wrong.twice && len(s.lent) > 0 {
 		return []uint32{uint32(s.lent[0].slot)}, s.shelf.Draw(1)
 	}
+	n = min(n, len(s.free)) // what is full evicts nothing
 	serial = s.shelf.Draw(n)
 	for i := range n {
-		if len(s.free) == 0 {
-			s.makeRoom()
-		}
 		slot := s.free[0]
 		s.free = s.free[1:]
 		s.lent = append(s.lent, lentSlot{slot: slot, word: s.shelf.Lend(slot), serial: serial + uint64(i)})

@@ -9,8 +9,8 @@ import (
 	"github.com/kvport/kvport/internal/place"
 )
 
-// lentShare is the share of all slots that are lent at most, one in so many: they are empty, so memory has room for as many blocks
-// fewer, and the hit ratio is that of the policy within a percent.
+// lentShare is how many slots there are for each that is lent, at least. Those are empty, so memory has room for as many blocks fewer, and
+// the hit ratio is that of the policy within a percent.
 const lentShare = 64
 
 // loans are the slots that the host may write (rules PLACE-29 and PLACE-33), until settle finds a block there or the host gives
@@ -32,9 +32,9 @@ type loan struct {
 }
 
 // mostLent is how many slots are lent. It is none where a block that is offered need not be kept, or not for ever: what
-// the host has written has been acknowledged already.
+// the host has written has been acknowledged already. ARC has to know the key for which it evicts.
 func (o *Options) mostLent(slots int) int {
-	if !o.Lend || o.Placement == nil || o.StoreThreshold > 1 || o.TenantBytes > 0 || o.TTL > 0 {
+	if !o.Lend || o.Placement == nil || o.StoreThreshold > 1 || o.TenantBytes > 0 || o.TTL > 0 || o.Policy == ARC {
 		return 0
 	}
 	return slots / lentShare

@@ -332,7 +332,7 @@ func (s *Store) takeNote() {
 	s.note()
 }
 
-// note is takeNote for who holds the gate.
+// note is takeNote for whoever holds the gate.
 func (s *Store) note() {
 	if !s.left {
 		s.settle()
@@ -523,7 +523,7 @@ type Options struct {
 	arena     []byte // of which Placement is
 	// Lend has the Store lend the host slots, which writes there what it saves and tells the Store later (sdk.Lending). Put is not called for that, so
 	// a Store around this one whose Put does more leaves it out. Nothing is lent where not every block is kept: with a StoreThreshold, TTL or
-	// TenantBytes.
+	// TenantBytes; nor with the policy ARC, which has to know the key for which it evicts.
 	Lend bool
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
