@@ -11,7 +11,7 @@ import (
 
 // lentShare is how many slots there are for each that is lent, at least. Those are empty, so memory has room for as many blocks fewer, and
 // the hit ratio is that of the policy within a percent.
-const lentShare = 64
+const lentShare = 128
 
 // loans are the slots that the host may write (rules PLACE-29 and PLACE-33), until settle finds a block there or the host gives
 // them back.

@@ -75,7 +75,7 @@ func (h *lenderEnd) offered(t *connector.Transfer) int {
 
 // Rules PLACE-29 and PLACE-32: what the host has written into a lent slot is a block like others, before anybody tells the plugin.
 func TestLentSlots(t *testing.T) {
-	const slots = 128
+	const slots = 256
 	for _, policy := range []string{tier.LRU, tier.S3FIFO, tier.FIFO} {
 		h := newLenderEnd(t, slots, func(o *tier.Options) { o.Policy = policy })
 		require.Equal(t, 2, h.lender.Lends())
@@ -83,17 +83,17 @@ func TestLentSlots(t *testing.T) {
 		require.Equal(t, 2, h.ask(connector.Lending{Want: 5}))
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), "that is all")
 		rand.NewChaCha8([32]byte{1}).Read(h.kv.View(0, 20)) //nolint:errcheck // it has no error
-		slot := h.write(h.blocks(148, 149))                 // its ID is 20
-		require.Equal(t, 1, h.offered(h.blocks(148, 149)))
+		slot := h.write(h.blocks(276, 277))                 // its ID is 20
+		require.Equal(t, 1, h.offered(h.blocks(276, 277)))
 		memory, _ := h.store.Counts()
 		require.EqualValues(t, slots+1, memory.Stored)
 		require.EqualValues(t, slots-1, memory.Blocks)
-		to := h.blocks(148, 149)
+		to := h.blocks(276, 277)
 		to.Blocks[0].ID = 40
 		h.load(to, []uint32{slot})
 		require.Equal(t, h.kv.View(0, 20), h.kv.View(0, 40))
 		require.Equal(t, []uint32{slot}, h.placed(to))
-		require.Equal(t, 1, h.ask(connector.Lending{Want: 5, Written: h.blocks(148, 149).Blocks}))
+		require.Equal(t, 1, h.ask(connector.Lending{Want: 5, Written: h.blocks(276, 277).Blocks}))
 		require.NoError(t, h.store.Flush(t.Context()))
 		for first := 0; first < slots; first += 32 {
 			require.NoError(t, h.save(h.blocks(first, first+32)))
@@ -109,10 +109,10 @@ func TestLentSlots(t *testing.T) {
 func TestLendsNothing(t *testing.T) {
 	for name, change := range map[string]func(o *tier.Options){
 		"quota": func(o *tier.Options) { o.TenantBytes = 1 << 20 }, "threshold": func(o *tier.Options) { o.StoreThreshold = 2 },
-		"ttl": func(o *tier.Options) { o.TTL = time.Hour }, "few slots": func(o *tier.Options) { o.Slots = 63 },
+		"ttl": func(o *tier.Options) { o.TTL = time.Hour }, "few slots": func(o *tier.Options) { o.Slots = 127 },
 		"nobody reads": func(o *tier.Options) { o.Placement = nil }, "arc": func(o *tier.Options) { o.Policy = tier.ARC }, "not said": func(o *tier.Options) { o.Lend = false },
 	} {
-		h := newLenderEnd(t, 128, change)
+		h := newLenderEnd(t, 256, change)
 		require.Zero(t, h.lender.Lends(), name)
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), name)
 	}
@@ -120,7 +120,7 @@ func TestLendsNothing(t *testing.T) {
 
 // Of many blocks that the host has written before the Store takes note of any, each is written below, however few may wait for that at a time.
 func TestLentBlocksAreWrittenBelow(t *testing.T) {
-	h := newLenderEnd(t, 640, func(o *tier.Options) { o.WriteBehind = 1 })
+	h := newLenderEnd(t, 1280, func(o *tier.Options) { o.WriteBehind = 1 })
 	require.Equal(t, 10, h.ask(connector.Lending{Want: 10}))
 	for n := range 10 {
 		h.write(h.blocks(n, n+1))
@@ -133,7 +133,7 @@ func TestLentBlocksAreWrittenBelow(t *testing.T) {
 
 // Rule PLACE-33: what comes into a slot that was lent before a reset is older, and the slot is not lost.
 func TestLentBeforeAReset(t *testing.T) {
-	h := newLenderEnd(t, 128, func(*tier.Options) {})
+	h := newLenderEnd(t, 256, func(*tier.Options) {})
 	require.Equal(t, 2, h.ask(connector.Lending{Want: 2}))
 	early := h.take()
 	h.loans = append(h.loans, early)
@@ -151,7 +151,7 @@ func TestLentBeforeAReset(t *testing.T) {
 
 // Rule PLACE-13: of a block that was saved by message meanwhile the later one stays, and the other's slot is free.
 func TestLentAndSavedByMessage(t *testing.T) {
-	h := newLenderEnd(t, 128, func(*tier.Options) {})
+	h := newLenderEnd(t, 256, func(*tier.Options) {})
 	require.Equal(t, 1, h.ask(connector.Lending{Want: 1}))
 	b := h.blocks(0, 1)
 	require.NoError(t, h.save(b))
@@ -171,11 +171,11 @@ func TestLentAndSavedByMessage(t *testing.T) {
 
 // Whatever happens to them, no slot is lost.
 func TestNoLentSlotIsLost(t *testing.T) {
-	const slots = 192
+	const slots = 384
 	h := newLenderEnd(t, slots, func(o *tier.Options) { o.Policy, o.Lower = tier.S3FIFO, nil })
 	rng := rand.New(rand.NewPCG(172, 0))
 	for range 4000 {
-		n := rng.IntN(250)
+		n := rng.IntN(450)
 		switch rng.IntN(6) {
 		case 0:
 			h.ask(connector.Lending{Want: rng.IntN(3), Used: []uint32{uint32(rng.IntN(slots))}})

@@ -184,7 +184,7 @@ func newHostEndOf(t *testing.T, slots int, change func(o *tier.Options)) *hostEn
 func (h *hostEnd) blocks(first, end int) *connector.Transfer {
 	transfer := &connector.Transfer{}
 	for n := first; n < end; n++ {
-		key := connector.BlockKey{1, byte(n)}
+		key := connector.BlockKey{1, byte(n), byte(n >> 8)}
 		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n % manyIDs), Key: key})
 	}
 	return transfer

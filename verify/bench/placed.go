@@ -42,7 +42,7 @@ type placedShape struct {
 }
 
 // lentShare is how many slots of a memory tier there are for each that it lends at a time.
-const lentShare = 64
+const lentShare = 128
 
 // otherWork is what a caller does before an operation that is not measured hot.
 const otherWork = 20 * time.Millisecond
