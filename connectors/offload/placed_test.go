@@ -52,8 +52,11 @@ func TestPlacedHits(t *testing.T) {
 		name, config, trust string
 		args                []string
 	}{
-		{"in place", alone, "in-place", nil}, {"staged", alone, "staged", nil}, {"two ranks", alone, "in-place", []string{"--tensor-parallel-size", "2"}},
-		{"children", pair, "in-place", nil}, {"children, staged", pair, "staged", nil},
+		{"in place", alone, "in-place", nil},
+		{"staged", alone, "staged", nil},
+		{"two ranks", alone, "in-place", []string{"--tensor-parallel-size", "2"}},
+		{"children", pair, "in-place", nil},
+		{"children, staged", pair, "staged", nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			config := fmt.Sprintf(c.config, c.trust)
