@@ -27,6 +27,21 @@ const (
 		{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":33554432}}]}}`
 )
 
+type placedSetup struct {
+	name, config, trust string
+	args                []string
+}
+
+func placedSetups() []placedSetup {
+	return []placedSetup{
+		{"in place", alone, "in-place", nil},
+		{"staged", alone, "staged", nil},
+		{"two ranks", alone, "in-place", []string{"--tensor-parallel-size", "2"}},
+		{"children", pair, "in-place", nil},
+		{"children, staged", pair, "staged", nil},
+	}
+}
+
 // Rules PLACE-23 and PLACE-24: prompts that come again are matched and loaded without a call of the plugin, also after the
 // plugin was killed and after a reset, at both trust levels and on several ranks; no token differs.
 func TestPlacedHits(t *testing.T) {
@@ -48,16 +63,7 @@ func TestPlacedHits(t *testing.T) {
 	single := serve(t, kvport, "sim", "")
 	want := ask(single)
 	stop(t, single)
-	for _, c := range []struct {
-		name, config, trust string
-		args                []string
-	}{
-		{"in place", alone, "in-place", nil},
-		{"staged", alone, "staged", nil},
-		{"two ranks", alone, "in-place", []string{"--tensor-parallel-size", "2"}},
-		{"children", pair, "in-place", nil},
-		{"children, staged", pair, "staged", nil},
-	} {
+	for _, c := range placedSetups() {
 		t.Run(c.name, func(t *testing.T) {
 			config := fmt.Sprintf(c.config, c.trust)
 			p := serve(t, kvport, "sim", "", append([]string{"--kv-transfer-config", config}, c.args...)...)
