@@ -66,34 +66,27 @@ func (w childWorker) loadPlaced(ctx context.Context, t *connector.Transfer, kv *
 	return true, nil
 }
 
-// loadFrom has the plugin fill blocks, and takes note of the slots that it names. One that it loaded wrong may be among them: then the
+// named makes a save or a load by message, and takes note of the slots that it names. Some may be of blocks that were loaded wrong: then the
 // next load finds that out, and asks the plugin.
-func (w childWorker) loadFrom(ctx context.Context, side connector.Worker, t *connector.Transfer, kv *connector.KV) (err error) {
-	p, places := connector.As[connector.Placer](side)
-	if !places || w.placing == nil {
-		return side.Load(ctx, t, kv)
+func (w childWorker) named(t *connector.Transfer, call func(*placement) ([]uint32, error)) (err error) {
+	var r *rank // without a placement nobody looks at it
+	if w.placing != nil {
+		r = w.placing.ranks[w.number]
 	}
-	place := w.src.place
-	defer place.call(w.placing.ranks[w.number])(&err)
-	slots, err := p.LoadPlaced(ctx, t, kv, place.usedForLoad())
-	if len(slots) > 0 {
-		place.loads.Store(true)
-	}
+	defer w.src.place.call(r)(&err)
+	slots, err := call(w.src.place)
 	w.learn(slots, len(t.Blocks))
 	return err
 }
 
-// saveTo has the plugin read blocks, and takes note of the slots that it names.
-func (w childWorker) saveTo(ctx context.Context, side connector.Worker, t *connector.Transfer, kv *connector.KV) (err error) {
-	p, places := connector.As[connector.Placer](side)
-	if !places || w.placing == nil {
-		return side.Save(ctx, t, kv)
-	}
-	place := w.src.place
-	defer place.call(w.placing.ranks[w.number])(&err)
-	slots, err := p.SavePlaced(ctx, t, kv, place.takeUsed())
-	w.learn(slots, len(t.Blocks))
-	return err
+// loadFrom has the plugin fill blocks.
+func (w childWorker) loadFrom(ctx context.Context, side connector.Worker, t *connector.Transfer, kv *connector.KV) error {
+	return w.named(t, func(p *placement) ([]uint32, error) { return p.loadBy(ctx, side, t, kv) })
+}
+
+// saveTo has the plugin read blocks.
+func (w childWorker) saveTo(ctx context.Context, side connector.Worker, t *connector.Transfer, kv *connector.KV) error {
+	return w.named(t, func(p *placement) ([]uint32, error) { return p.saveBy(ctx, side, t, kv) })
 }
 
 // learn takes note of slots that a save or a load of that many blocks has named.

@@ -309,6 +309,29 @@ func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac
 	})
 }
 
+// saveBy has a worker read blocks. One that places is told which slots were read, and says in which the blocks lie. A nil placement tells and
+// learns nothing.
+func (p *placement) saveBy(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) (slots []uint32, err error) {
+	placer, places := connector.As[connector.Placer](w)
+	if !places || p == nil {
+		return nil, w.Save(ctx, t, kv)
+	}
+	return placer.SavePlaced(ctx, t, kv, p.takeUsed())
+}
+
+// loadBy is saveBy for a worker that fills blocks.
+func (p *placement) loadBy(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) (slots []uint32, err error) {
+	placer, places := connector.As[connector.Placer](w)
+	if !places || p == nil {
+		return nil, w.Load(ctx, t, kv)
+	}
+	slots, err = placer.LoadPlaced(ctx, t, kv, p.usedForLoad())
+	if len(slots) > 0 {
+		p.loads.Store(true)
+	}
+	return slots, err
+}
+
 // takeUsed gives what the next save or load tells the plugin.
 func (p *placement) takeUsed() []uint32 { return p.used.take() }
 

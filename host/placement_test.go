@@ -427,12 +427,12 @@ func TestPlacementOfLoads(t *testing.T) {
 	require.False(t, r.loaded(0, bs...))
 	h := &Host{place: r.p}
 	load := func() {
-		named, err := h.loadTo(t.Context(), w, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
+		named, err := r.p.loadBy(t.Context(), w, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
 		require.NoError(t, err)
 		h.learn(named, len(bs))
 	}
 	silent := &placingWorker{} // it knows nothing of loads
-	_, err := h.loadTo(t.Context(), silent, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
+	_, err := r.p.loadBy(t.Context(), silent, &connector.Transfer{Blocks: bs}, r.ranks[0].kv)
 	require.NoError(t, err)
 	load()
 	require.Empty(t, silent.used)

@@ -175,16 +175,12 @@ type tellingSaver interface {
 }
 
 func (h *Host) saveTo(ctx context.Context, w connector.Worker, id tracker.CallID, t *connector.Transfer, kv *connector.KV) error {
-	if p, places := connector.As[connector.Placer](w); places && h.place != nil {
-		slots, err := p.SavePlaced(ctx, t, kv, h.place.takeUsed())
-		h.learn(slots, len(t.Blocks))
-		return err
+	if s, tells := w.(tellingSaver); tells {
+		return s.SaveTelling(ctx, t, kv, func() { h.stored(id) })
 	}
-	s, tells := w.(tellingSaver)
-	if !tells {
-		return w.Save(ctx, t, kv)
-	}
-	return s.SaveTelling(ctx, t, kv, func() { h.stored(id) })
+	slots, err := h.place.saveBy(ctx, w, t, kv)
+	h.learn(slots, len(t.Blocks))
+	return err
 }
 
 // stored says that all that a ticket promises of a save is stored.
@@ -198,22 +194,10 @@ func (h *Host) stored(id tracker.CallID) {
 func (h *Host) load(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, err error) {
 	defer h.place.call(r)(&err)
 	if r.landing == nil {
-		return h.loadTo(ctx, w, a.Transfer, r.kv)
+		return h.place.loadBy(ctx, w, a.Transfer, r.kv)
 	}
-	placed, err = h.loadTo(ctx, w, a.Seen(), r.landing.kv)
+	placed, err = h.place.loadBy(ctx, w, a.Seen(), r.landing.kv)
 	return placed, a.Back(err)
-}
-
-func (h *Host) loadTo(ctx context.Context, w connector.Worker, t *connector.Transfer, kv *connector.KV) (placed []uint32, err error) {
-	p, places := connector.As[connector.Placer](w)
-	if !places || h.place == nil {
-		return nil, w.Load(ctx, t, kv)
-	}
-	placed, err = p.LoadPlaced(ctx, t, kv, h.place.usedForLoad())
-	if len(placed) > 0 {
-		h.place.loads.Store(true)
-	}
-	return placed, err
 }
 
 // learnArrived takes note of slots that a load of that many blocks has named, unless they may be those of what was wrong.
