@@ -12,13 +12,13 @@ import (
 // the same calls took at the beginning.
 
 const (
-	aged      = 100_000 // blocks that are stored
-	agedLeast = 20_000  // on a machine that is too slow for all of them
-	ageBatch  = 1000    // blocks of a save
-	agePiece  = 64      // blocks of a call whose time counts
-	ageTries  = 24      // of which the quickest counts: the others may have waited for a processor
-	ageFactor = 6
-	ageBeyond = 24
+	aged      = 100_000              // blocks that are stored
+	agedLeast = 20_000               // on a machine that is too slow for all of them
+	ageBatch  = 1000                 // blocks of a save
+	agePiece  = 64                   // blocks of a call whose time counts
+	ageTries  = 24                   // of which the quickest counts: the others may have waited for a processor
+	ageFactor = 6                    // times as long as at the beginning are allowed
+	ageBeyond = 24                   // times as long are no matter of a busy machine
 	ageFloor  = 2 * time.Millisecond // added to what is allowed: on so little nothing depends
 	ageTime   = 30 * time.Second     // to store them all
 )
@@ -70,7 +70,7 @@ func ageing(r *rig) {
 	for _, k := range old.slower(&young) {
 		said := fmt.Sprintf("%s of %d blocks takes %v with %d blocks stored, and %v with %d: allowed are %d times as long, and %v",
 			[paces]string{"a match", "a load", "a save"}[k], agePiece, old[k], stored, young[k], ageBatch, ageFactor, ageFloor)
-		if old[k] > ageBeyond*young[k]+ageFloor { // no machine is as busy as that for one of the two alone
+		if old[k] > ageBeyond*young[k]+ageFloor {
 			r.Errorf("%s", said)
 			continue
 		}

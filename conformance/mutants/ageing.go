@@ -11,21 +11,13 @@ import (
 func agers() []Mutant {
 	return []Mutant{
 		mutant("a store that looks for a block among all that it has", "ageing", func(s *badStore) {
-			var keys []connector.StoreKey // guarded by s.mu
-			s.put = func(ctx context.Context, items []connector.Item) error {
-				s.mu.Lock()
-				for _, it := range items {
-					keys = append(keys, it.Key)
-				}
-				s.mu.Unlock()
-				return s.memory.Put(ctx, items)
-			}
+			keys := s.list(func([]connector.StoreKey) {})
 			s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
 				s.mu.Lock()
 				defer s.mu.Unlock()
 				found := make([]int, len(runs))
 				for i, run := range runs {
-					for found[i] < len(run) && slices.Contains(keys, run[found[i]]) {
+					for found[i] < len(run) && slices.Contains(*keys, run[found[i]]) {
 						found[i]++
 					}
 				}
@@ -33,16 +25,24 @@ func agers() []Mutant {
 			}
 		}),
 		mutant("a store that sorts all that it has with each save", "ageing", func(s *badStore) {
-			var keys []connector.StoreKey // guarded by s.mu
-			s.put = func(ctx context.Context, items []connector.Item) error {
-				s.mu.Lock()
-				for _, it := range items {
-					keys = append(keys, it.Key)
-				}
+			s.list(func(keys []connector.StoreKey) {
 				slices.SortFunc(keys, func(a, b connector.StoreKey) int { return slices.Compare(a[:], b[:]) })
-				s.mu.Unlock()
-				return s.memory.Put(ctx, items)
-			}
+			})
 		}),
 	}
+}
+
+// list has a store keep its keys in a list, guarded by s.mu, and do something with that at each save.
+func (s *badStore) list(do func([]connector.StoreKey)) *[]connector.StoreKey {
+	var keys []connector.StoreKey
+	s.put = func(ctx context.Context, items []connector.Item) error {
+		s.mu.Lock()
+		for _, it := range items {
+			keys = append(keys, it.Key)
+		}
+		do(keys)
+		s.mu.Unlock()
+		return s.memory.Put(ctx, items)
+	}
+	return &keys
 }
