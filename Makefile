@@ -57,10 +57,10 @@ build: ## build bin/kvport and every plugin as bin/kvport-NAME
 	done
 	$(BUILD) -o bin/kvport-minimal ./examples/minimal
 
-wheel: ## build dist/kvport_vllm-*.whl: the connector for vLLM with kvport and its plugins inside, stripped
+wheel: ## build dist/kvport_vllm-*.whl and dist/kvport_sglang-*.whl: the shims for vLLM and SGLang, each with kvport and its plugins inside, stripped
 	@GO="$(GO)" $(PYTHON) scripts/wheel.py
 
-wheel-test: deps wheel ## install it into a fresh environment and use it
+wheel-test: deps wheel ## install each into a fresh environment and use it
 	@$(PYTHON) scripts/wheel_test.py
 
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
@@ -128,7 +128,7 @@ vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvp
 	@$(PYTHON) scripts/vllm_setup.py --dir $(VLLM_DIR)
 	$(VLLM_DIR)/venv/bin/python tests/vllm/run.py --deps $(VLLM_DIR) $(VLLM_ARGS)
 
-sglang-test: deps build ## from nothing a real SGLang in .deps/sglang, beside the environment of vllm-test, then kvport's promises under it; SGLANG_ARGS='--only equal' is passed on
+sglang-test: deps build ## from nothing a real SGLang in .deps/sglang, beside the environment of vllm-test, then each of kvport's promises under it once, with small counts; SGLANG_ARGS='--all' or '--only equal' is passed on
 	@$(PYTHON) scripts/sglang_setup.py --dir $(SGLANG_DIR) --vllm $(VLLM_DIR)
 	$(VLLM_DIR)/venv/bin/python tests/sglang/run.py --deps $(SGLANG_DIR) --vllm $(VLLM_DIR) $(SGLANG_ARGS)
 

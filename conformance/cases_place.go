@@ -29,6 +29,7 @@ func placeCases() []Case {
 		reset,
 		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
 		placeCase("place-loaded", "PLACE-25", "The slots that a load names hold its blocks whole, and it takes any number of a slot that was read.", placeLoaded),
+		placeCase("place-next-life", "PLACE-21", "What the next life writes to slots in which it found blocks is another use of them: who read on between the lives sees that.", placeNextLife),
 		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
 		complete,
 	}
@@ -273,6 +274,52 @@ func (p *placing) nextLife(keys []connector.BlockKey) *placing {
 		}
 	}
 	return n
+}
+
+// slotNow is what lies in a slot: its header and its bytes.
+func (p *placing) slotNow(s uint32) (header [16]uint64, data []byte) {
+	p.Helper()
+	g := slot.Geometry{Slots: p.env.Placement.Slots, SlotBytes: p.env.Placement.SlotBytes}
+	arena, err := slot.Private(p.env.Arena[:g.ArenaBytes()])
+	p.must(err, "arena")
+	for i := range header {
+		header[i] = arena.Load(headersAt + headerBytes*int64(s) + int64(8*i))
+	}
+	return header, bytes.Clone(arena.Bytes(g.SlotAt(slot.Slot(s)), g.SlotBytes))
+}
+
+// Where headers are, and how large one is (rule PLACE-01).
+const headersAt, headerBytes = 4096, 128
+
+func placeNextLife(p *placing) {
+	type use struct {
+		header [16]uint64
+		data   []byte
+	}
+	keys := p.keys(6)
+	bs := blocks(0, keys...)
+	p.fill(bs...)
+	was := map[uint32]use{}
+	for _, s := range p.savePlaced(false, nil, bs...) {
+		header, data := p.slotNow(s)
+		was[s] = use{header, data}
+	}
+	n := p.nextLife(keys)
+	for round := range 5 {
+		for s, u := range was {
+			header, data := n.slotNow(s)
+			if header[0] == u.header[0] && (header != u.header || !bytes.Equal(data, u.data)) {
+				n.Errorf("slot %d has the word that it had in the life before, %#x, and holds something else: who read it between the lives cannot tell", s, header[0])
+			}
+		}
+		if round == 4 {
+			return
+		}
+		more := blocks(6, n.keys(6)...)
+		n.fill(more...)
+		n.savePlaced(false, nil, more...)
+		n.resident(more...)
+	}
 }
 
 // placedAlone is an engine whose connector says that it has nothing but what it has placed.

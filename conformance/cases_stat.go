@@ -280,7 +280,10 @@ func eventCleared(r *rig) {
 	e := r.engine(setup{})
 	resetter, ok := connector.As[connector.Resetter](e.scheduler)
 	if !ok {
-		r.Skipf("the connector cannot reset")
+		if r.info.Capabilities&connector.CanReset == 0 {
+			r.undeclared("the connector does not offer %v", connector.CanReset)
+		}
+		r.Skipf("Info claims reset, the scheduler side does not have it")
 	}
 	n := e.news()
 	keys := e.keys(3)

@@ -50,7 +50,7 @@ type Result struct {
 	// what was allowed.
 	Transcript []string
 	Allowed    string        // what would have been right, in a case that plays random histories
-	Took       time.Duration // with start and close of the connector
+	Took       time.Duration // with start and close of the connector, in all runs of the case
 
 	// LastWords is how the connector's process ended and what it wrote to standard error last, if it ended by
 	// itself in a case that failed.
@@ -59,9 +59,12 @@ type Result struct {
 	Number, Of int           // of the case among those of the run, from 1 on; 0: not known
 	Left       time.Duration // about how long the cases will take that have not run yet; 0: not known, or there are none
 	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
+	Profiles   []Profile     // those of the run to which the case belongs
 
-	excused  bool   // it was skipped for what the machine or the config does not have
-	required string // it did not run, and fails only for that: what is said of it; empty: it ran
+	excused    bool   // it was skipped for what the machine or the config does not have
+	undeclared bool   // it was skipped for what the connector does not say it has
+	optional   bool   // its profiles let it be skipped
+	required   string // it did not run, and fails only for that: what is said of it; empty: it ran
 }
 
 // Check runs the cases one after another and returns a Result for each, in order. A case that hangs
@@ -121,6 +124,9 @@ func (c *checker) check(ctx context.Context, n int, again bool) Result {
 	r.Again = again && r.Status == Inconclusive && ctx.Err() == nil
 	if !c.all[n].budgeted {
 		c.ran, c.took = c.ran+1, c.took+r.Took
+	}
+	if n < len(c.results) { // it ran before
+		r.Took += c.results[n].Took
 	}
 	c.failed = c.failed || r.Status == Fail
 	r.Left = c.left()
@@ -245,10 +251,14 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	return s
 }
 
-// judge fails a case that was skipped although a profile requires it.
+// judge says to which profiles a case belongs, and fails one that was skipped although they require it. Power requires only what the connector declares.
 func (o *Options) judge(c Case, r Result) Result {
 	for _, p := range o.Profiles {
-		if r.Status == Skip && !c.Optional && !r.excused && slices.Contains(c.Profiles, p) {
+		if !slices.Contains(c.Profiles, p) {
+			continue
+		}
+		r.Profiles, r.optional = append(r.Profiles, p), c.Optional
+		if r.Status == Skip && !c.Optional && !r.excused && (p != Power || !r.undeclared) {
 			r.required = fmt.Sprintf("profile %s requires this case", p)
 			r.Status, r.Log = Fail, append(r.Log, r.required)
 		}
@@ -295,7 +305,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	s.log = cmp.Or(s.log, slog.New(slog.DiscardHandler)).With("case", c.ID)
 	s.fresh = func() (Harness, error) { return s.harness(newHarness) }
 	if c.budgeted {
-		s.deadline += s.budget
+		s.deadline += slack * s.budget
 	}
 	run := ctx
 	ctx, cancel := context.WithTimeout(ctx, s.deadline)
@@ -385,6 +395,7 @@ type recorder struct {
 	transcript []string
 	allowed    string
 	excused    bool
+	undeclared bool
 
 	mu     sync.Mutex
 	status Status
@@ -493,7 +504,7 @@ func (r *recorder) result(c Case) Result {
 	}
 	return Result{
 		ID: c.ID, Rule: cmp.Or(r.rule, blamed, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
-		LastWords: r.words, Took: time.Since(r.start), excused: r.excused,
+		LastWords: r.words, Took: time.Since(r.start), excused: r.excused, undeclared: r.undeclared,
 	}
 }
 

@@ -242,12 +242,20 @@ func TestSkippedIsFailedInAProfile(t *testing.T) {
 	plugin := connector.Plugin{Describe: func(context.Context, json.RawMessage) (connector.Info, error) {
 		return connector.Info{Name: "nothing", Scope: connector.ScopeEngine}, nil
 	}}
-	only := Options{Only: []string{"hold-order"}}
-	require.Equal(t, Skip, Check(t.Context(), InProcess(plugin, nil), only)[0].Status)
-	only.Profiles = []Profile{Power}
-	r := Check(t.Context(), InProcess(plugin, nil), only)[0]
-	require.Equal(t, Fail, r.Status)
-	require.Contains(t, r.Log[1], "profile power requires this case")
+	only := Options{Only: []string{"group-missing", "hold-order", "arena-kept"}}
+	statuses := func(profiles ...Profile) (found []Status) {
+		only.Profiles = profiles
+		for _, r := range Check(t.Context(), InProcess(plugin, nil), only) {
+			found = append(found, r.Status)
+			if r.Status == Fail {
+				require.Contains(t, r.Log[1], "profile groups requires this case")
+			}
+		}
+		return found
+	}
+	require.Equal(t, []Status{Skip, Skip, Skip}, statuses(Store))
+	require.Equal(t, []Status{Skip, Skip, Skip}, statuses(Power), "power requires what the connector declares")
+	require.ElementsMatch(t, []Status{Fail, Skip, Skip}, statuses(Groups, Power))
 }
 
 // Only the cases of the profiles run, and those of powers that the connector may offer.

@@ -40,8 +40,8 @@ const (
 	// Fault is a Store that survives faults of its process, its backend and its callers. It needs a
 	// harness that runs a binary.
 	Fault Profile = "fault"
-	// Power is a connector with every optional power: a Planner, Holder, Resetter, StatsSource and
-	// EventSource that keeps blocks in an arena.
+	// Power is a connector with optional powers: a Planner, Holder, Leaser, Resetter, StatsSource or EventSource, one that serves
+	// caches of several groups or keeps blocks in an arena. Of them it requires those that the connector declares.
 	Power Profile = "power"
 	// MultiChildren is a connector made of others, which its config lists under "connectors".
 	MultiChildren Profile = "multi"

@@ -16,7 +16,9 @@ import (
 
 // A connector that loses a little in each call works in every test and dies after a week. So one case makes calls for
 // Options.Budget, over and over the same ones, and looks at what the connector holds all the time. What counts is not how
-// much that is but whether it still grows: the last third of the looks is compared with the first.
+// much that is but whether it still grows: the last third of the looks is compared with the first. Work that goes on behind
+// calls which have returned, such as a queue of writes, grows as well while calls come faster than it ends, and is right. So
+// what has grown is waited for, and then as many calls are made again: what is more then and has not gone after another wait stays.
 
 // resources is what a connector holds at one moment.
 type resources [kinds]int64
@@ -163,15 +165,19 @@ func (g *grower) judge(began time.Time) {
 	if third < 2 {
 		g.inconclusive("there was time for %d looks at what the connector holds", len(g.looks))
 	}
-	first, last := median(looks[:third]), median(looks[len(looks)-third:])
-	for kind, name := range kindNames() {
-		tolerance := tolerances()[kind]
-		grown := last[kind] - first[kind]
-		if grown <= tolerance || !g.stays(kind, first[kind]+tolerance) {
+	suspects := grown(median(looks[:third]), median(looks[len(looks)-third:]))
+	if len(suspects) == 0 {
+		return
+	}
+	calls, before := g.calls, g.settled()
+	g.again()
+	after := g.gone(before)
+	for _, kind := range grown(before, after) {
+		if !slices.Contains(suspects, kind) {
 			continue
 		}
-		text := fmt.Sprintf("WORK-10: %s grow with the calls: from %d to %d in %d calls that have all returned", name, first[kind], last[kind], g.calls)
-		if kind == memory && grown < 4*tolerance {
+		text := fmt.Sprintf("WORK-10: %s grow with the calls: from %d to %d in %d calls that have all returned", kindNames()[kind], before[kind], after[kind], calls)
+		if kind == memory && after[kind]-before[kind] < 4*tolerances()[kind] {
 			g.overdue(began, "%s", text)
 			continue
 		}
@@ -179,15 +185,61 @@ func (g *grower) judge(began time.Time) {
 	}
 }
 
-// stays reports whether the connector holds more than that of a kind still when nobody has called for a while.
-func (g *grower) stays(kind int, most int64) bool {
-	for w := g.patience(soon); !w.over(); g.pause(5 * askAgain) {
-		g.look()
-		if g.looks[len(g.looks)-1][kind] <= most {
-			return false
+// grown are the kinds of which there is more than before, by more than the tolerance.
+func grown(before, after resources) (more []int) {
+	for kind, tolerance := range tolerances() {
+		if after[kind]-before[kind] > tolerance {
+			more = append(more, kind)
 		}
 	}
-	return true
+	return more
+}
+
+// settled is what the connector holds when nobody calls and nothing of it has become less for a while.
+func (g *grower) settled() (least resources) {
+	least = g.now()
+	from := least
+	for w := g.patience(soon); !w.over(); {
+		for kind, now := range g.now() {
+			least[kind] = min(least[kind], now)
+			if now < from[kind]-tolerances()[kind]/8 {
+				w, from = g.patience(soon), least
+			}
+		}
+	}
+	return least
+}
+
+// behindCalls is how long work may go on behind the last call.
+const behindCalls = 10 * time.Second
+
+// gone is what the connector holds when nobody calls and there is no more than before, or behindCalls is over.
+func (g *grower) gone(before resources) resources {
+	for w := g.patience(behindCalls); ; {
+		if now := g.now(); w.over() || len(grown(before, now)) == 0 {
+			return now
+		}
+	}
+}
+
+// now is what the connector holds after a moment.
+func (g *grower) now() resources {
+	g.wait(5 * askAgain)
+	if g.Context().Err() != nil {
+		g.inconclusive("there was no time to wait for the work behind the calls")
+	}
+	g.look()
+	return g.looks[len(g.looks)-1]
+}
+
+// again makes as many calls as were made.
+func (g *grower) again() {
+	for round, end := 0, 2*g.calls; g.calls < end; round++ {
+		if g.Context().Err() != nil {
+			g.inconclusive("there was no time to make the calls once more")
+		}
+		g.round(round)
+	}
 }
 
 // median is the median of each kind.

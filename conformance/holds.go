@@ -24,8 +24,8 @@ func randomHolds(r *rig) {
 		r.Skipf("random histories need a connector that can be started afresh")
 	}
 	const tour = 4
-	s := &holdStage{rig: r}
 	began, without := time.Now(), 0 // histories without a verdict
+	s := &holdStage{rig: r, limit: began.Add(slack * r.settings.budget)}
 	for n := 0; ; n++ {
 		if spent := time.Since(began); r.Context().Err() != nil || spent > r.settings.budget && (n >= tour || spent > slack*r.settings.budget) {
 			if without == n {
@@ -48,7 +48,9 @@ func randomHolds(r *rig) {
 // holdStage plays histories of holds.
 type holdStage struct {
 	*rig
-	runs int
+	runs   int
+	limit  time.Time // nobody waits for a lease beyond it, but once; zero: any time
+	waited bool
 }
 
 // played is what came of a history of holds.
@@ -70,11 +72,17 @@ func (r *holdStage) play(steps []holdStep) played {
 	c := Case{ID: "random-holds", Rule: "PD-01", Run: rigged(connector.CanHold, false, func(sub *rig) {
 		rec, _ := sub.T.(*recorder)
 		p := sub.sender(1)
-		g := &holdGame{producer: p, consumers: [2]*pd{p.taker(), p.taker()}, prompts: map[int]*handed{}}
+		g := &holdGame{producer: p, consumers: [2]*pd{p.taker(), p.taker()}, prompts: map[int]*handed{}, limit: r.limit}
+		if !r.waited {
+			g.limit = time.Time{}
+		}
 		for n := range steps {
 			g.now = func(rule string) { at.Store(&played{step: n, rule: rule}) }
 			if g.do(&steps[n]); !rec.is(Pass) {
 				return
+			}
+			if g.waited {
+				r.waited, g.limit = true, r.limit
 			}
 		}
 		g.now = func(rule string) { at.Store(&played{step: len(steps) - 1, rule: rule}) }
@@ -89,7 +97,8 @@ func (r *holdStage) tell(steps []holdStep, n int, f played) {
 	r.Helper()
 	before, ran := len(steps), r.runs
 	limit := time.Now().Add(min(mostShrinking, r.settings.deadline/2))
-	short := steps[:f.step+1]
+	r.limit = time.Time{}
+	short := slices.DeleteFunc(slices.Clone(steps[:f.step+1]), func(s holdStep) bool { return s.left })
 	for size := len(short); size > 0; size /= 2 {
 		for to := len(short); to > 0 && time.Now().Before(limit); to -= size {
 			less := slices.Delete(slices.Clone(short), max(0, to-size), to)
@@ -163,6 +172,7 @@ type holdStep struct {
 	blocks, tail int // of a new prompt, behind those
 	consumer     int
 	after        time.Duration // breakOff
+	left         bool          // halfLease: there was no time for it
 }
 
 func (s *holdStep) words() string {
@@ -292,6 +302,7 @@ type holdGame struct {
 	consumers [2]*pd
 	prompts   map[int]*handed
 	waited    bool
+	limit     time.Time         // of waits; zero: none
 	now       func(rule string) // says which rule the next check is about
 }
 
@@ -324,7 +335,7 @@ func (g *holdGame) do(s *holdStep) {
 	case s.does == reuse:
 		g.producer.sweep()
 	case s.does == halfLease:
-		g.wait()
+		s.left = !g.wait()
 	case len(known) == 0: // of a history that was shortened
 	case s.does == takeMany:
 		g.now("PD-14")
@@ -409,16 +420,20 @@ func (g *holdGame) number(h *handed) {
 	}
 }
 
-// wait lets half of the shortest lease pass, unless that is long.
-func (g *holdGame) wait() {
+// wait lets half of a lease pass, unless that is long or there is no time for it.
+func (g *holdGame) wait() bool {
 	const most = 2 * time.Second
 	for _, h := range g.prompts {
 		if half := h.until.Sub(h.handed) / 2; !h.until.IsZero() && half < most {
+			if !g.limit.IsZero() && time.Until(g.limit) < half {
+				return false
+			}
 			g.waited = true
 			g.producer.pause(half)
-			return
+			return true
 		}
 	}
+	return true
 }
 
 // take fetches a prompt: all of it if it is open, and otherwise nothing that is wrong.

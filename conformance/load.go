@@ -186,6 +186,17 @@ func (r *rig) unfit(why string) {
 	r.Skipf("%s", why)
 }
 
+// undeclared ends the case as one about something that the connector does not say it has.
+func (r *rig) undeclared(format string, args ...any) {
+	r.Helper()
+	if rec, ok := r.T.(*recorder); ok {
+		rec.mu.Lock()
+		rec.undeclared = true
+		rec.mu.Unlock()
+	}
+	r.Skipf(format, args...)
+}
+
 // blame is recorder.blame.
 func (r *rig) blame(rule string) {
 	if rec, ok := r.T.(*recorder); ok {

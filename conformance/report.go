@@ -89,8 +89,8 @@ func precedence(r Result) int {
 }
 
 // WriteSummary writes for people what failed or was inconclusive, in five lines at most for each case: what failed first, the most specific
-// rule first, but before all the case without which no other can be judged; which cases did not run although a profile asks for them; and
-// how many cases had each status.
+// rule first, but before all the case without which no other can be judged; which cases did not run although a profile asks for them; for how
+// long the cases of each profile ran; and how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
 	var b strings.Builder
 	count := map[Status]int{}
@@ -114,6 +114,8 @@ func WriteSummary(w io.Writer, results []Result) error {
 		}
 	}
 	writeExcused(&b, results)
+	writeUndecided(&b, wrong)
+	writeSeconds(&b, results)
 	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])
 	if n := count[Inconclusive]; n > 0 {
 		fmt.Fprintf(&b, ", %d inconclusive", n)
@@ -138,6 +140,38 @@ func writeExcused(b *strings.Builder, results []Result) {
 	}
 	for _, reason := range reasons {
 		fmt.Fprintf(b, "These did not run, since %s: %s\n", reason, strings.Join(cases[reason], ", "))
+	}
+}
+
+// writeUndecided names the cases that a profile requires and that stayed inconclusive: the run is no proof of the profile.
+func writeUndecided(b *strings.Builder, wrong []Result) {
+	var ids []string
+	for _, r := range wrong {
+		if r.Status == Inconclusive && len(r.Profiles) > 0 && !r.optional {
+			ids = append(ids, r.ID)
+		}
+	}
+	if len(ids) > 0 {
+		fmt.Fprintf(b, "These are required and have no verdict: %s\n", strings.Join(ids, ", "))
+	}
+}
+
+// writeSeconds says for how long the cases of each profile of the run ran. A case of two profiles counts for both.
+func writeSeconds(b *strings.Builder, results []Result) {
+	var parts []string
+	for _, p := range Profiles() {
+		var sum time.Duration
+		for _, r := range results {
+			if slices.Contains(r.Profiles, p) {
+				sum += r.Took
+			}
+		}
+		if sum > 0 {
+			parts = append(parts, fmt.Sprintf("%s %.1f", p, sum.Seconds()))
+		}
+	}
+	if len(parts) > 0 {
+		fmt.Fprintf(b, "Seconds of each profile: %s\n", strings.Join(parts, ", "))
 	}
 }
 

@@ -53,10 +53,10 @@ func rigged(needs connector.Capability, groups bool, body func(*rig)) func(T, Ha
 			r.info = r.describe()
 		}
 		if lacks := needs &^ r.info.Capabilities; lacks != 0 {
-			r.Skipf("the connector does not offer %v", lacks)
+			r.undeclared("the connector does not offer %v", lacks)
 		}
 		if groups && !r.info.Groups {
-			r.Skipf("the connector does not serve caches of several groups")
+			r.undeclared("the connector does not serve caches of several groups")
 		}
 		body(r)
 	}

@@ -245,6 +245,9 @@ type Info struct {
 	// shared, must not say it, since another engine may store what this one never learns of. Without CanPlace or an arena it
 	// means nothing.
 	Complete bool
+	// UnsignedPairs says that with this config a request id that names two engines counts although no router has signed it, as where the
+	// config trusts a proxy that signs nothing.
+	UnsignedPairs bool
 	// Stats declares what a StatsSource reports, at most MaxStats entries. StatInfo.Validate says which are
 	// valid.
 	Stats []StatInfo

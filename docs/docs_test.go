@@ -159,13 +159,50 @@ func requireTests(t *testing.T, command string, folders []string, pattern string
 	}
 }
 
+// TestMessagesOfAuthors: what the page for authors quotes is said somewhere in the code. An ellipsis stands for what differs.
+func TestMessagesOfAuthors(t *testing.T) {
+	_, section, found := strings.Cut(read(t, []string{"write-a-connector.md"}), "## What is said when something is wrong\n")
+	require.True(t, found)
+	section, _, _ = strings.Cut(section, "\n## ")
+	var code strings.Builder
+	for _, folder := range []string{"sdk", "host", "conformance", "internal/strictjson", "cmd/kvport"} {
+		require.NoError(t, filepath.WalkDir(filepath.Join("..", folder), func(path string, d fs.DirEntry, err error) error {
+			if d != nil && d.Name() == "mutants" {
+				return fs.SkipDir
+			}
+			if err != nil || d.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
+				return err
+			}
+			data, err := os.ReadFile(path)
+			code.Write(data)
+			return err
+		}))
+	}
+	quoted := 0
+	for line := range strings.Lines(section) {
+		row := strings.Split(line, "|")
+		if len(row) < 4 {
+			continue
+		}
+		for _, m := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(row[1], -1) {
+			parts := strings.Split(m[1], "…")
+			for i := range parts {
+				parts[i] = regexp.QuoteMeta(strings.ReplaceAll(parts[i], `"`, `\"`))
+			}
+			require.True(t, regexp.MustCompile(strings.Join(parts, `[^\n]*`)).MatchString(code.String()), "%q is said nowhere", m[1])
+			quoted++
+		}
+	}
+	require.Greater(t, quoted, 30)
+}
+
 // TestAcceptanceLines: every line of tests/vllm and tests/sglang that docs/acceptance.md names exists, and none is left out.
 func TestAcceptanceLines(t *testing.T) {
 	page := read(t, []string{"acceptance.md"})
 	for folder, args := range map[string]string{"vllm": "VLLM_ARGS", "sglang": "SGLANG_ARGS"} {
 		code := read(t, []string{filepath.Join("..", "tests", folder, "run.py")})
 		var named, lines []string
-		for _, m := range regexp.MustCompile("`make "+folder+"-test "+args+"='--only (\\S+)'`").FindAllStringSubmatch(page, -1) {
+		for _, m := range regexp.MustCompile("`make "+folder+"-test "+args+"='--only (\\S+)(?: --all)?'`").FindAllStringSubmatch(page, -1) {
 			named = append(named, strings.Split(m[1], ",")...)
 		}
 		for _, m := range regexp.MustCompile(`(?m)^    "(\w+)": \(\w+\.\w+, "`).FindAllStringSubmatch(code, -1) {

@@ -148,7 +148,9 @@ type Info struct {
 	NumBlocks   int
 	MaxSeqs     int    // requests that are computed at once
 	Connector   string // empty: none
-	Fit         host.Fit
+	// UnsignedPairs says that the connector believes request ids that name two engines without a signature.
+	UnsignedPairs bool
+	Fit           host.Fit
 }
 
 // Health is what /health says about an engine.

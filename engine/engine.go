@@ -133,7 +133,7 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 	if err != nil {
 		return err
 	}
-	e.info.Connector = e.host.Info().Name
+	e.info.Connector, e.info.UnsignedPairs = e.host.Info().Name, e.host.Info().UnsignedPairs
 	return nil
 }
 

@@ -70,7 +70,8 @@ type Host struct {
 	badSaves complaints
 	misses   complaints // about matches that stayed undecided
 
-	place *placement // of one plugin without children; else nil
+	place *placement                            // of one plugin without children; else nil
+	alone map[tracker.CallID]context.CancelFunc // loads without a plugin; guarded by mu
 
 	unreadable unreadableLog // blocks whose digests cannot be checked here
 
@@ -113,7 +114,7 @@ func newHost(cfg *Config, eng Engine, opts Options) *Host {
 	return &Host{
 		cfg: cfg, eng: eng, opts: opts, log: cmp.Or(opts.Log, slog.New(slog.DiscardHandler)), blockEvents: blockEventReporter{out: opts.BlockEvents},
 		stats:  newConnectorStats("", nil),
-		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, layers: eng.Layout.Layers(), arriving: map[arrival]*arriving{},
+		resets: map[tracker.CallID]chan<- tracker.ResetOver{}, alone: map[tracker.CallID]context.CancelFunc{}, layers: eng.Layout.Layers(), arriving: map[arrival]*arriving{},
 		drained: make(chan struct{}), hurry: make(chan struct{}), left: make(chan struct{}), nudge: make(chan struct{}, 1),
 	}
 }
@@ -229,6 +230,7 @@ func (h *Host) bookConfig() tracker.Config {
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
 		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Addresses: h.eng.Addresses, Windows: sourceWindows, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
+		Placed:     h.place != nil && h.info.Capabilities&connector.CanPlace != 0,
 	}
 	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
 	h.composite.stretch(&c)
@@ -335,6 +337,7 @@ func (h *Host) close(ctx context.Context) error {
 	g := h.gen
 	if err != nil {
 		g.cancelCalls()
+		h.cancelAlone()
 	}
 	h.mu.Unlock()
 	if g != nil {
@@ -373,7 +376,7 @@ func (h *Host) do(actions []tracker.Action) {
 		case tracker.Advance:
 			h.gen.advance(a)
 		case tracker.CancelCall:
-			h.gen.cancelCall(a.ID)
+			h.cancelCall(a.ID)
 		case tracker.Kill:
 			h.gen.killFor(a)
 		}

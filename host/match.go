@@ -99,14 +99,16 @@ func (h *Host) Probe(ctx context.Context, q connector.Query) connector.Match {
 	q.Keys, q.Ticket = slices.Clone(q.Keys), nil
 	answer := make(chan connector.Match, 1)
 	h.mu.Lock()
-	if h.gen == nil || !h.cfg.Role.Loads() {
-		h.mu.Unlock()
+	g, up := h.gen, h.tracker.Taking()
+	h.mu.Unlock()
+	if !h.cfg.Role.Loads() {
 		return connector.Match{}
 	}
-	g := h.gen
-	h.mu.Unlock()
-	if m, ok := h.matchPlaced(&q); ok {
+	switch m, ok := h.probePlaced(&q, up); {
+	case ok:
 		return m
+	case g == nil:
+		return connector.Match{}
 	}
 	g.enqueue(job{ask: &askJob{query: q, answer: func(m connector.Match, err error) {
 		if err != nil || m.Tokens < 0 || m.Tokens > q.Tokens-q.Computed {
@@ -125,15 +127,16 @@ func (h *Host) Probe(ctx context.Context, q connector.Query) connector.Match {
 
 // startAsk has a query answered: from what is placed, or by the scheduler side. The caller holds mu.
 func (h *Host) startAsk(a *tracker.Ask) {
+	if a.Gen == 0 {
+		h.askAlone(a)
+		return
+	}
 	id, request := a.ID, a.Query.Request
 	answer := func(m connector.Match, err error) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		h.do(h.tracker.Matched(time.Now(), id, m, err))
-		if h.waiter != nil && h.waiter.request == request {
-			close(h.waiter.ready)
-			h.waiter = nil
-		}
+		h.wakeWaiter(request)
 	}
 	g, ask := h.gen, &askJob{query: a.Query, answer: answer}
 	if !h.place.open() {
@@ -147,6 +150,14 @@ func (h *Host) startAsk(a *tracker.Ask) {
 		}
 		g.enqueue(job{ask: ask})
 	})
+}
+
+// wakeWaiter ends the wait for the answer to a request. The caller holds mu.
+func (h *Host) wakeWaiter(request connector.RequestID) {
+	if h.waiter != nil && h.waiter.request == request {
+		close(h.waiter.ready)
+		h.waiter = nil
+	}
 }
 
 // matchPlaced answers a query without the plugin, if the index says enough.

@@ -19,20 +19,21 @@ import (
 )
 
 // placement is the host's end of a connector that places its blocks: what is resident is matched and loaded without a call
-// of the plugin. Whatever is in doubt goes by message, and so does what is not resident, unless it is known to be nowhere. A nil placement
-// finds nothing.
+// of the plugin, and while none is up. Whatever is in doubt goes by message, and so does what is not resident, unless it is known to be
+// nowhere. A nil placement finds nothing.
 type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
-	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved
+	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
 
-	mu       sync.RWMutex // held for reading by whoever reads the arena
-	host     *place.Host  // nil: nothing is placed
-	first    *byte        // of the arena
-	kv       *connector.KV
-	complete bool // the plugin has nothing but what it has named
-	unnamed  unnamed
+	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by whoever takes it away: nobody waits for it to read
+	host    *place.Host  // nil: nothing is placed
+	first   *byte        // of the arena
+	kv      *connector.KV
+	unnamed unnamed
+
+	complete atomic.Bool // the plugin has nothing but what it has named
 
 	paused atomic.Bool // a reset is on its way
 	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
@@ -43,15 +44,15 @@ type placement struct {
 const lifeSerials = 1 << 40 // that a life of the plugin may draw
 
 // reopen prepares the arena for the next life of the plugin, which has said whether what is placed is all that it has. nil: it is
-// not placed.
+// not placed. Lookups and loads of what the life before has placed go on meanwhile, and are not waited for (rule PLACE-28). One
+// goroutine calls reopen and close.
 func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, error) {
 	if p == nil || len(arena) == 0 {
 		return nil, nil
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	if p.host == nil || p.first != unsafe.SliceData(arena) {
 		if err := p.layOut(arena); err != nil {
+			p.close()
 			return nil, err
 		}
 	}
@@ -62,10 +63,10 @@ func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, e
 		return err
 	})
 	if err != nil {
-		p.host = nil
+		p.close()
 		return nil, err
 	}
-	p.complete = complete
+	p.complete.Store(complete)
 	p.paused.Store(false)
 	p.loads.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
@@ -80,8 +81,10 @@ func largestBlock(l *connector.Layout) (size int64) {
 	return size
 }
 
-// layOut takes an arena that nobody has used. The caller holds mu.
+// layOut takes an arena that nobody has used, once nobody reads the former one.
 func (p *placement) layOut(arena []byte) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.host = nil
 	g := place.Fit(int64(len(arena)), largestBlock(p.layout), connector.MaxSlots)
 	if err := g.Validate(); err != nil {
@@ -108,7 +111,7 @@ func (p *placement) layOut(arena []byte) error {
 	return err
 }
 
-// close ends the use of the arena.
+// close ends the use of the arena, once nobody reads it.
 func (p *placement) close() {
 	if p == nil {
 		return
@@ -142,12 +145,12 @@ func (p *placement) forget() {
 	}
 }
 
-// enter lets a reader in; leave follows if it is true.
+// enter lets a reader in; leave follows if it is true. While the arena is taken away it is false at once: whoever waited would wait for
+// readers that are at work, and the host's own lock may be held.
 func (p *placement) enter() bool {
-	if p == nil {
+	if p == nil || !p.mu.TryRLock() {
 		return false
 	}
-	p.mu.RLock()
 	if p.host == nil || p.paused.Load() {
 		p.mu.RUnlock()
 		return false
@@ -169,25 +172,41 @@ func (p *placement) leave() { p.mu.RUnlock() }
 // match answers a query: if every full block of the prompt is resident that a request needs, on all ranks, and for a connector
 // that has nothing else, from what is resident, which may be nothing.
 func (p *placement) match(q *connector.Query) (m connector.Match, ok bool) {
+	m, whole, sure := p.search(q, false)
+	return m, whole || sure
+}
+
+// matchAlone answers a query that no plugin can answer: with what is resident of the prompt. whole says that this is all that a request
+// needs, and sure that the connector has nothing else.
+func (p *placement) matchAlone(q *connector.Query) (m connector.Match, whole, sure bool) {
+	return p.search(q, true)
+}
+
+// search looks for the full blocks of a prompt. whole says that all that a request needs are resident, and sure that what is not is
+// nowhere. If neither is true, the match counts only where a part was asked for.
+func (p *placement) search(q *connector.Query, part bool) (m connector.Match, whole, sure bool) {
 	if len(q.Ticket) > 0 || q.Computed < 0 || !p.enter() {
-		return m, false
+		return m, false, false
 	}
 	defer p.leave()
 	tokens := p.layout.Groups[0].BlockTokens
 	if len(q.Keys)*tokens > q.Tokens || slices.ContainsFunc(p.layout.Groups, func(g connector.Group) bool { return g.BlockTokens != tokens }) {
-		return m, false
+		return m, false, false
 	}
 	err := shm.Guard(func() error {
 		// While some block is known to be wrong, whoever misses one asks the plugin: its load heals it.
-		whole := !p.complete || p.host.Wrong() || p.unnamed.any()
-		end := p.prefix(q.Keys, min(q.Computed/tokens, len(q.Keys)), whole)
+		sure = p.complete.Load() && !p.host.Wrong() && !p.unnamed.any()
+		end := p.prefix(q.Keys, min(q.Computed/tokens, len(q.Keys)), !sure && !part)
 		if n := end*tokens - q.Computed; n > 0 {
 			m = connector.Match{Tokens: n, Async: true}
 		}
-		ok = !whole || end == len(q.Keys) && m.Tokens > 0
+		whole = end == len(q.Keys) && m.Tokens > 0
 		return nil
 	})
-	return m, ok && err == nil
+	if err != nil {
+		return connector.Match{}, false, false
+	}
+	return m, whole, sure
 }
 
 // prefix is how many blocks of a prompt a request can have that has the first ones: all ranks have every block before there
@@ -250,7 +269,7 @@ func (p *placement) load(ctx context.Context, r *rank, number int, blocks []conn
 	for i, b := range blocks {
 		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
 			p.host.Drop(refs[i]) // else it would be found again and again
-			p.failed(1, 0)
+			p.fail(1, 0)
 			return false
 		}
 	}
@@ -276,9 +295,15 @@ func (p *placement) tally(errs []error) bool {
 		}
 	}
 	if failed > 0 {
-		p.failed(failed, damaged)
+		p.fail(failed, damaged)
 	}
 	return failed > 0
+}
+
+func (p *placement) fail(blocks, damaged int) {
+	if p.failed != nil {
+		p.failed(blocks, damaged)
+	}
 }
 
 // find says where blocks are, all of them or none.

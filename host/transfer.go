@@ -65,6 +65,10 @@ func (h *Host) hasher(shape connector.Fingerprint, shard connector.Shard) *diges
 
 // startMove runs a load or save on one rank. The caller holds mu.
 func (h *Host) startMove(a *tracker.Move) {
+	if a.Gen == 0 {
+		h.loadAlone(a)
+		return
+	}
 	g := h.gen
 	ctx, cancel := context.WithDeadline(context.Background(), a.Deadline)
 	g.cancels[a.ID] = cancel
@@ -154,7 +158,7 @@ func (h *Host) placedFailed(name string, blocks, damaged int) {
 	h.metrics.placedFailed.Add(float64(blocks))
 	if damaged > 0 {
 		h.metrics.integrity.Add(float64(damaged))
-		h.log.Warn("damaged blocks in the connector's memory, it is asked for them", "connector", name, "blocks", damaged)
+		h.log.Warn("damaged blocks in the connector's memory, they are not used", "connector", name, "blocks", damaged)
 	}
 }
 

@@ -387,6 +387,17 @@ func TestFoldBeyondMachine(t *testing.T) {
 	require.Equal(t, "connectors[1].kv_connector_extra_config.url has the address x", info.BeyondMachine)
 }
 
+// TestFoldUnsignedPairs: a composite trusts what one of its children trusts.
+func TestFoldUnsignedPairs(t *testing.T) {
+	for _, trusts := range []bool{false, true} {
+		info, err := multiconnector.Fold("M", []multiconnector.Child{
+			{Name: "a", Role: connector.RoleBoth, Info: connector.Info{UnsignedPairs: trusts}}, {Name: "b", Role: connector.RoleBoth},
+		})
+		require.NoError(t, err)
+		require.Equal(t, trusts, info.UnsignedPairs)
+	}
+}
+
 func TestFold(t *testing.T) {
 	child := func(name string, role connector.Role, info connector.Info) multiconnector.Child {
 		return multiconnector.Child{Name: name, Role: role, Info: info}

@@ -157,6 +157,7 @@ func Fold(name string, children []Child) (connector.Info, error) {
 		info.Groups = info.Groups && c.Info.Groups
 		info.Lossy = info.Lossy || c.Info.Lossy && c.Role.Loads()
 		info.MatchFetches = info.MatchFetches || c.fetches()
+		info.UnsignedPairs = info.UnsignedPairs || c.Info.UnsignedPairs
 		if c.Info.BeyondMachine != "" && info.BeyondMachine == "" {
 			info.BeyondMachine = fmt.Sprintf("connectors[%d].kv_connector_extra_config.%s", i, c.Info.BeyondMachine)
 		}

@@ -5,7 +5,7 @@
 
 Run through `make soak PART=n/N`. Every test runs as a process of its own with KVPORT_SOAK=1. What has ended is
 kept in .deps/soak/COMMIT, so that a part that was interrupted goes on where it was; remove that folder to begin
-again. A part writes the counts of each test that passed, and the commit, into the table at the end of
+again. A test of hours, such as TestSeeds of verify/acceptance, keeps there how far it has come. A part writes the counts of each test that passed, and the commit, into the table at the end of
 docs/acceptance.md, in the place of what an earlier run of that test wrote.
 
 A sample takes a few packages and passes over the tests that, by that table, do not fit into the time that is left.
@@ -98,12 +98,19 @@ def compile_tests(folder, packages):
     return tests
 
 
+def environment(folder):
+    """Full counts, and verdicts: what stays inconclusive after it ran again has failed here, unlike in make test. A test that takes
+    longer than a call notes in the folder how far it has come."""
+    kept = {name: value for name, value in os.environ.items() if name != "KVPORT_MAY_BE_INCONCLUSIVE"}
+    return {**kept, "KVPORT_SOAK": "1", "KVPORT_SOAK_STATE": str(folder)}
+
+
 def run(test, seconds, log):
     """Whether a test passed, None where its time was over first, and the lines it logged."""
     command = [str(test.binary), "-test.run", f"^{test.name}$", "-test.v", f"-test.timeout={LIMIT + 60}s"]
     with open(log, "w") as out:
         process = subprocess.Popen(command, cwd=ROOT / test.package, stdout=out, stderr=subprocess.STDOUT,
-                                   env={**os.environ, "KVPORT_SOAK": "1"}, start_new_session=True)
+                                   env=environment(log.parent), start_new_session=True)
         try:
             passed = process.wait(seconds) == 0
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Writes dist/kvport_vllm-*.whl: the Python packages, kvport and every plugin, stripped, for this platform.
+"""Writes dist/kvport_vllm-*.whl and dist/kvport_sglang-*.whl: Python packages, kvport and every plugin, stripped, for this platform.
 
 Run through `make wheel`. Only the standard library is used: a wheel is a zip file with a few more files in it,
 and no build backend would put our binaries there. The wheel's tag names the oldest glibc that the binaries can
@@ -18,8 +18,6 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "python"
-WHEEL = "kvport_vllm"
-PACKAGES = ("kvport_agent", "kvport_sglang", "kvport_vllm")
 HOME = "kvport_agent"  # of the programs, and of what all packages need
 EPOCH = (2026, 1, 1, 0, 0, 0)  # the same input gives the same wheel
 EXECUTABLE, PLAIN = 0o100755, 0o100644
@@ -72,20 +70,25 @@ def licences():
             yield f"licenses/{module}/{path.name}", path
 
 
-def members(project, built):
-    """List what the wheel holds: name inside, file, mode."""
-    for path in sorted(path for package in PACKAGES for path in (SOURCE / package).rglob("*")):
+def read_project():
+    """Read pyproject.toml: the file with the descriptors, and one project for each wheel."""
+    text = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))
+    ours = text["tool"]["kvport"]
+    return (SOURCE / ours["descriptors"]).resolve(), [{**text["project"], "name": name, **more} for name, more in ours["wheels"].items()]
+
+
+def members(project, descriptors, built):
+    """List what a wheel holds: name inside, file, mode."""
+    for path in sorted(path for package in project["packages"] for path in (SOURCE / package).rglob("*")):
         if path.is_file() and (path.suffix == ".py" or path.name == "py.typed"):
             yield path.relative_to(SOURCE).as_posix(), path, PLAIN
-    descriptors = (SOURCE / project["tool"]["kvport"]["descriptors"]).resolve()
     yield f"{HOME}/{descriptors.name}", descriptors, PLAIN
     for path in built:
         yield f"{HOME}/bin/{path.name}", path, EXECUTABLE
 
 
-def metadata(project):
-    """Make METADATA of pyproject.toml."""
-    p = project["project"]
+def metadata(p):
+    """Make a project's METADATA."""
     lines = ["Metadata-Version: 2.1", f"Name: {p['name']}", f"Version: {p['version']}", f"Summary: {p['description']}",
              f"License: {p['license']}", "License-File: LICENSE", f"Requires-Python: {p['requires-python']}"]
     lines += [f"Requires-Dist: {d}" for d in p["dependencies"]]
@@ -97,7 +100,7 @@ def metadata(project):
 
 def entry_points(project):
     """Make entry_points.txt: the commands that pip puts on the PATH, and what other programs find."""
-    groups = {"console_scripts": project["project"]["scripts"], **project["project"].get("entry-points", {})}
+    groups = {"console_scripts": project["scripts"], **project.get("entry-points", {})}
     return "".join(f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in entries.items()) for group, entries in groups.items())
 
 
@@ -107,15 +110,12 @@ def record_line(name, data):
     return f"{name},sha256={digest},{len(data)}\n"
 
 
-def build(out):
-    """Write the wheel and give its path."""
-    project = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))
-    version = project["project"]["version"]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    built = build_programs(f"{version}+{commit}" if commit else version, out / "bin")
+def write(project, descriptors, built, legal, out):
+    """Write one wheel and give its path."""
+    name, version = project["name"].replace("-", "_"), project["version"]
     tag = f"py3-none-manylinux_2_{glibc(built)}_{platform.machine()}"
-    info = f"{WHEEL}-{version}.dist-info"
-    target = out / f"{WHEEL}-{version}-{tag}.whl"
+    info = f"{name}-{version}.dist-info"
+    target = out / f"{name}-{version}-{tag}.whl"
     record = ""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as wheel:
         def add(name, data, mode):
@@ -126,9 +126,9 @@ def build(out):
             wheel.writestr(entry, data)
             record += record_line(name, data)
 
-        for name, path, mode in members(project, built):
+        for name, path, mode in members(project, descriptors, built):
             add(name, path.read_bytes(), mode)
-        for name, path in licences():
+        for name, path in legal:
             add(f"{info}/{name}", path.read_bytes(), PLAIN)
         add(f"{info}/entry_points.txt", entry_points(project).encode(), PLAIN)
         add(f"{info}/METADATA", metadata(project).encode(), PLAIN)
@@ -139,9 +139,19 @@ def build(out):
     return target
 
 
+def build(out):
+    """Build the programs, write the wheels and give their paths."""
+    descriptors, projects = read_project()
+    version = projects[0]["version"]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    built, legal = build_programs(f"{version}+{commit}" if commit else version, out / "bin"), list(licences())
+    return [write(project, descriptors, built, legal, out) for project in projects]
+
+
 if __name__ == "__main__":
     try:
-        path = build(ROOT / "dist")
+        paths = build(ROOT / "dist")
     except (WheelError, OSError, subprocess.CalledProcessError) as err:
         sys.exit(f"wheel: {err}")
-    print(f"wheel: wrote {path.relative_to(ROOT)} ({path.stat().st_size >> 20} MiB)")
+    for path in paths:
+        print(f"wheel: wrote {path.relative_to(ROOT)} ({path.stat().st_size >> 20} MiB)")

@@ -27,7 +27,8 @@ import (
 // subscribed (Peers.Subscribe). With d.Stats, which must begin with [PeerStats], and with d.LayerWise
 // include [LayerStats], the connector reports numbers. Keys, ranks, groups and partial blocks are handled as by [FromStore]. Scope is
 // ScopeEngine, because other engines see a block only by ticket, or if they name this engine in their
-// config.
+// config. A config with a method UnsignedPairs() bool says by it whether Peers.Push and Peers.Find believe request ids that no router has
+// signed, as in connector.Info.
 func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.Env, config C) (pipe.Peers, error)) connector.Plugin {
 	d.Scope, d.Capabilities, d.Reset = connector.ScopeEngine, connector.CanHold|connector.CanOverlap, false
 	if len(d.Stats) > 0 {
@@ -50,11 +51,15 @@ func FromPipe[C any](d Definition, open func(ctx context.Context, env connector.
 		Name: d.Name, Aliases: d.Aliases, Version: d.Version, Environment: d.Environment, Needs: d.Needs, Schema: SchemaOf[C](),
 		Capabilities: d.Capabilities,
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
-			_, err := DecodeConfig[C](raw)
+			config, err := DecodeConfig[C](raw)
 			if err == nil {
 				err = d.checkLayers()
 			}
-			return connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats, MatchFetches: true}, err
+			info := connector.Info{Name: d.Name, Scope: d.Scope, Groups: d.Groups, Capabilities: d.Capabilities, Stats: d.Stats, MatchFetches: true}
+			if c, ok := any(&config).(interface{ UnsignedPairs() bool }); ok && err == nil {
+				info.UnsignedPairs = c.UnsignedPairs()
+			}
+			return info, err
 		},
 		Scheduler: func(ctx context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			side, peers, err := stores.peers(ctx, env, raw)

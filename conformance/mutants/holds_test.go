@@ -29,6 +29,7 @@ func TestRandomHistoriesOfRightPairs(t *testing.T) {
 		r := conformance.Check(t.Context(), conformance.InProcess(mutants.PDReference(), config), o)[0]
 		require.NotEqual(t, conformance.Fail, r.Status, "seed %d: %v %v", o.Seed, r.Log, r.Transcript)
 		require.NotEqual(t, conformance.Skip, r.Status, "seed %d: %v", o.Seed, r.Log)
+		decided(t, r)
 	}
 }
 

@@ -2,6 +2,7 @@ package mutants
 
 import (
 	"context"
+	"encoding/json"
 	"slices"
 
 	"github.com/kvport/kvport/connector"
@@ -37,6 +38,22 @@ func All() []Mutant {
 		}
 	}
 	return out
+}
+
+// Plain hides a connector's optional powers.
+func Plain(p connector.Plugin) connector.Plugin {
+	describe, scheduler := p.Describe, p.Scheduler
+	p.Capabilities = 0
+	p.Describe = func(ctx context.Context, config json.RawMessage) (connector.Info, error) {
+		info, err := describe(ctx, config)
+		info.Capabilities = 0
+		return info, err
+	}
+	p.Scheduler = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
+		s, err := scheduler(ctx, env, config)
+		return struct{ connector.Scheduler }{s}, err
+	}
+	return p
 }
 
 // fault is one way to be wrong, planted in the reference.

@@ -99,6 +99,7 @@ func TestFaultsInProcess(t *testing.T) {
 	} {
 		for _, r := range conformance.Check(t.Context(), harness, conformance.Options{Only: only}) {
 			require.NotEqual(t, conformance.Fail, r.Status, "%s: %v", r.ID, r.Log)
+			decided(t, r)
 			if r.Status == conformance.Skip && !slices.Contains(needDisk(), r.ID) {
 				require.Contains(t, r.Log[0], "kvport conform runs", r.ID)
 			}
@@ -156,6 +157,22 @@ func shard(t *testing.T) (own int, wait func()) {
 // belongs reports whether mutant n is of the process with the number own.
 func belongs(n, own int) bool { return own == everyShard || n/2%shards == own }
 
+// harnessOf runs a mutant in this process, unless it is a program.
+func harnessOf(t *testing.T, m mutants.Mutant) conformance.Maker {
+	switch {
+	case m.Program != "":
+		if testing.Short() {
+			t.Skip("a process; make test runs it")
+		}
+		return conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
+	case slices.Contains(racy(), m.Case):
+		// Its late write, or early read, is a data race by definition. Through the protocol, in memory that
+		// is mapped twice, the race detector does not see it, but the case must.
+		return conformance.Wire(m.Plugin(), json.RawMessage(m.Config))
+	}
+	return conformance.InProcess(m.Plugin(), json.RawMessage(m.Config))
+}
+
 // Every mutant fails the case that is named for its fault, and every case has a mutant.
 func TestMutantsAreCaught(t *testing.T) {
 	own, wait := shard(t)
@@ -164,7 +181,7 @@ func TestMutantsAreCaught(t *testing.T) {
 	for _, c := range conformance.Cases() {
 		uncovered[c.ID] = true
 	}
-	caught, mine := 0, 0
+	caught, undecided, mine := 0, 0, 0
 	all := mutants.All()
 	for n, m := range all {
 		delete(uncovered, m.Case)
@@ -176,18 +193,7 @@ func TestMutantsAreCaught(t *testing.T) {
 			if testing.Short() && n%3 > 0 {
 				t.Skip("with -short, which the race stage uses, one in three; make test runs all")
 			}
-			newHarness := conformance.InProcess(m.Plugin(), json.RawMessage(m.Config))
-			if slices.Contains(racy(), m.Case) {
-				// Its late write, or early read, is a data race by definition. Through the protocol, in memory that
-				// is mapped twice, the race detector does not see it, but the case must.
-				newHarness = conformance.Wire(m.Plugin(), json.RawMessage(m.Config))
-			}
-			if m.Program != "" {
-				if testing.Short() {
-					t.Skip("a process; make test runs it")
-				}
-				newHarness = conformance.Binary(plugin(t, m.Program), json.RawMessage(m.Config))
-			}
+			newHarness := harnessOf(t, m)
 			// Less patience than a connector that may be right deserves: these are wrong.
 			o := conformance.Options{Only: []string{m.Case}, Seed: 7, Deadline: 24 * time.Second, Budget: 3 * time.Second} // a busy machine plays fewer histories in it
 			results := conformance.Check(t.Context(), newHarness, o)
@@ -200,15 +206,19 @@ func TestMutantsAreCaught(t *testing.T) {
 			if results[0].Status == conformance.Skip && slices.Contains(needDisk(), m.Case) {
 				t.Skip(results[0].Log[0])
 			}
-			// One that is late has not passed on a machine that is busy, three times in a row: conform exits with 3.
-			require.Contains(t, []conformance.Status{conformance.Fail, conformance.Inconclusive}, results[0].Status, "nobody noticed: %v", results[0].Log)
+			if !decided(t, results[0]) {
+				undecided++
+				t.SkipNow()
+			}
+			require.Equal(t, conformance.Fail, results[0].Status, "nobody noticed: %v", results[0].Log)
 			t.Log(results[0].Status, results[0].Log[0])
 			require.NotContains(t, results[0].Log[0], "panic", "it must fail by its rule, not by accident")
 			caught++
 		})
 	}
 	require.Empty(t, uncovered, "cases that no mutant fails")
-	t.Logf("%d of %d mutants caught by process %d, %d mutants and %d cases in all", caught, mine, own, len(all), len(conformance.Cases()))
+	require.True(t, caught > 0 || own == everyShard, "not one verdict")
+	t.Logf("%d of %d mutants caught by process %d, %d without a verdict, %d mutants and %d cases in all", caught, mine, own, undecided, len(all), len(conformance.Cases()))
 }
 
 // byChance reports whether a mutant has more chances to be noticed: what a killed process leaves behind depends on

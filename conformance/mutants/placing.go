@@ -36,6 +36,7 @@ type placingFault struct {
 	mute    bool // it names no slot of what it has loaded
 	once    bool // it gives up what it has loaded
 	below   bool // it keeps what it evicts elsewhere
+	over    bool // its next life forgets how often slots were used
 }
 
 // PlacingReference is a correct connector that places its blocks.
@@ -79,6 +80,11 @@ func openPlacing(env *connector.Env, s *placingStore) (connector.Store, error) {
 	memory, err := place.Private(env.Arena[:s.g.ArenaBytes()])
 	if err != nil {
 		return nil, err
+	}
+	if s.bad.over {
+		for slot := range int64(s.g.Slots) {
+			memory.Store(4096+128*slot, 0)
+		}
 	}
 	var found []place.Found
 	if s.shelf, found, _, err = place.OpenShelf(memory, s.g, o, 0); err != nil {
@@ -282,6 +288,7 @@ func placingMutants() []Mutant {
 		mutant("names no slot after it has heard of one that it does not have", "place-used", placingFault{strict: true}),
 		mutant("names no slot of what it has loaded", "place-loaded", placingFault{mute: true}),
 		mutant("names slots that it has given up with the load", "place-loaded", placingFault{once: true}),
+		mutant("forgets in its next life how often slots were used", "place-next-life", placingFault{over: true}),
 		mutant("has what is placed only there", "place-message", placingFault{alone: true}),
 		{Name: "has what it evicts elsewhere, and says that what is placed is all that it has", Case: "place-complete", Plugin: func() connector.Plugin { return completePlugin(placingFault{below: true}) }},
 	}

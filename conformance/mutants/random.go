@@ -26,7 +26,8 @@ type Unseen struct {
 
 // RandomlyFound lists the wrong connectors that only random histories find.
 func RandomlyFound() []Unseen {
-	return slices.Concat(sizeFaults(), ageFaults(), batchFaults(), stateFaults(), resetFaults(), engineFaults(), sharedFaults(), lateFaults(), growthFaults(), boundedFaults(), holdFaults())
+	return slices.Concat(sizeFaults(), ageFaults(), batchFaults(), stateFaults(), resetFaults(), engineFaults(), sharedFaults(), lateFaults(), growthFaults(), boundedFaults(), holdFaults(),
+		slotFaults(), behindFaults(), memoryFaults(), answerFaults())
 }
 
 // someRandomlyFound is one of them for each case, to be found like the others.
@@ -101,6 +102,8 @@ const (
 	leaks  = "leaks"
 	bounds = "bounds"
 	pairs  = "holds beside holds"
+
+	lateness = "late writers"
 )
 
 func sizeFaults() []Unseen {
@@ -114,10 +117,23 @@ func sizeFaults() []Unseen {
 		unseen(sizes, "moves 64 segments of a block", "WORK-01", func(s *badStore) {
 			s.get, s.put = eachItem(s.memory.Get, segments(64)), eachItem(s.memory.Put, segments(64))
 		}).or("STORE-04"), // if the first load fills memory that was written before
+		unseen(sizes, "writes 1024 segments of a block, as many as one call of the system takes", "WORK-01", func(s *badStore) {
+			s.put = eachItem(s.memory.Put, segments(1024))
+		}).or("STORE-04", "WORK-08", "LAYOUT-03"),
+		unseen(sizes, "leaves out what is behind the first MiB of a block", "WORK-01", func(s *badStore) {
+			s.put = eachItem(s.memory.Put, func(it connector.Item) connector.Item {
+				if it.Size() > 1<<20 {
+					it.Spans = [][]byte{slices.Concat(it.Spans...)[:1<<20]}
+				}
+				return it
+			})
+		}).or("STORE-04", "WORK-08", "LAYOUT-03"),
 		unseen(sizes, "keeps the length of a block in 16 bits", "WORK-01", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				for _, it := range items {
-					it.Spans = [][]byte{slices.Concat(it.Spans...)[:it.Size()&0xFFFF]}
+					if it.Size() > 0xFFFF {
+						it.Spans = [][]byte{slices.Concat(it.Spans...)[:it.Size()&0xFFFF]}
+					}
 					if err := s.memory.Put(ctx, []connector.Item{it}); err != nil {
 						return err
 					}
@@ -467,7 +483,7 @@ func sharedFaults() []Unseen {
 				}
 			})
 			return c.Save(c.ctx, &first, c.kv)
-		})).or("WORK-01", "STORE-05", "STORE-06", "WORK-02").long(),
+		})).or("WORK-01", "STORE-01", "STORE-05", "STORE-06", "WORK-02").long(),
 	}
 }
 
@@ -513,7 +529,7 @@ func lateFaults() []Unseen {
 		}
 	})
 	lazy.Racy = true
-	return []Unseen{lazy.or("WORK-01", "STORE-06", "WORK-08", "STORE-04")}
+	return []Unseen{lazy.or("WORK-01", "WORK-02", "STORE-06", "WORK-08", "STORE-04")}
 }
 
 // growthFaults leave something behind in calls that end badly, now and then.

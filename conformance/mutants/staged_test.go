@@ -52,5 +52,7 @@ func TestStagedCancelsSaves(t *testing.T) {
 	}
 	o := conformance.Options{Only: []string{"amid-call"}, Seed: 7, Profiles: conformance.Profiles()}
 	results := conformance.Check(t.Context(), conformance.Staged(conformance.Wire(p, nil)), o)
-	require.Contains(t, []conformance.Status{conformance.Pass, conformance.Inconclusive}, results[0].Status, results[0].Log)
+	if decided(t, results[0]) {
+		require.Equal(t, conformance.Pass, results[0].Status, results[0].Log)
+	}
 }

@@ -152,6 +152,20 @@ func AskAgain() connector.Plugin {
 	})
 }
 
+// WorksBehind is a correct connector that goes on to work for some seconds behind some of the loads that fail.
+func WorksBehind() connector.Plugin {
+	return storePlugin(func(s *badStore) {
+		var failed atomic.Int64
+		s.get = func(ctx context.Context, items []connector.Item) error {
+			err := s.memory.Get(ctx, items)
+			if err != nil && failed.Add(1)%4 == 0 {
+				go func() { <-time.After(3 * time.Second) }()
+			}
+			return err
+		}
+	})
+}
+
 func mutant(name, caseID string, change func(*badStore)) Mutant {
 	return Mutant{Name: name, Case: caseID, Plugin: func() connector.Plugin { return storePlugin(change) }}
 }

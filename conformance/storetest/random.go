@@ -18,6 +18,9 @@ import (
 // room is how many bytes of blocks a store must be able to keep for random histories.
 const room = 2 << 20
 
+// batch is how many keys a prompt has at most where the blocks of a store are slots; there are four.
+const batch = 256
+
 // The times of random histories.
 const (
 	short     = time.Second // what Cases gives them
@@ -31,7 +34,10 @@ const (
 //
 //	func TestRandomHistories(t *testing.T) { storetest.Random(t, harness, 7, time.Minute) }
 func Random(t T, h Harness, seed uint64, budget time.Duration) {
-	o := model.Options{Twice: true, Room: room}
+	o := model.Options{Twice: true, Room: room, Block: h.Block}
+	if h.Block > 0 {
+		o.Most = batch
+	}
 	for began, n := time.Now(), 0; n < model.Tour || time.Since(began) < budget; n++ {
 		if t.Context().Err() != nil {
 			return

@@ -35,6 +35,9 @@ type T interface {
 type Harness struct {
 	// Open makes a new, empty store, which has room for 2 MiB. The suite closes it.
 	Open func(t T) connector.Store
+	// Block is the most bytes that a block may have in random histories, for a store of fixed slots; 128 at least, 0: any number. With it,
+	// the store needs room for 1024 blocks.
+	Block int64
 }
 
 // A Case checks one promise.

@@ -2,6 +2,7 @@ package aibrix_test
 
 import (
 	"encoding/json"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -10,6 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/conformance/redistest"
+	"github.com/kvport/kvport/conformance/storetest"
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/aibrix"
 	"github.com/kvport/kvport/sdk"
@@ -162,6 +165,24 @@ func TestConformance(t *testing.T) {
 	require.NoError(t, err)
 	conformance.Run(t, conformance.InProcess(plugin(), config))
 	conformance.Run(t, conformance.Wire(plugin(), config))
+}
+
+func TestStoreKeys(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, which the race stage uses: the store is that of connectors/remote")
+	}
+	clean(t)
+	server, err := redistest.Start()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	config, err := sdk.DecodeConfig[aibrix.Config](json.RawMessage(`{"` + prefix + `L1_CACHE_ENABLED": "0", "` + prefix + `L2_CACHE_BACKEND": "REDIS", "` + prefix + `REDIS_URL": "redis://` + server.Address + `"}`))
+	require.NoError(t, err)
+	storetest.Run(t, storetest.Harness{Open: func(st storetest.T) connector.Store {
+		require.NoError(st, server.Do(st.Context(), "flushall"))
+		s, err := aibrix.Open(st.Context(), connector.Env{World: 1, Log: slog.New(slog.DiscardHandler)}, config)
+		require.NoError(st, err)
+		return s
+	}})
 }
 
 // With L2 alone the connector is a remote store like any other.

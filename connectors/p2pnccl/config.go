@@ -3,7 +3,8 @@
 // config and addresses it understands.
 //
 // A router names both ends of a request in the request's id, and signs it with the key that the engines
-// share; then the prefill engine sends blocks to the decode engine as they are computed. Without that, and for
+// share; then the prefill engine sends blocks to the decode engine as they are computed. The ids of vLLM's own proxy,
+// which signs nothing, count where the config trusts it, for the engines that the config lists. Without such an id, and for
 // what did not arrive, the decode engine asks, as the ticket of the prefill engine says. Data goes by the best
 // way that both ends have: NCCL, UCX, memory of one host, TCP.
 package p2pnccl
@@ -35,30 +36,33 @@ import (
 
 // Config is the kv_connector_extra_config. The names are those that vLLM's users know, where it had them.
 type Config struct {
-	SendType   string   `json:"send_type,omitempty"          jsonschema:"default=PUT_ASYNC,enum=PUT,enum=PUT_ASYNC,enum=GET,description=PUT: a save ends when the decode engine was sent the blocks. PUT_ASYNC: they are sent meanwhile. GET: the decode engine asks for them."`
-	IP         string   `json:"kv_ip,omitempty"              jsonschema:"default=127.0.0.1,description=address at which peers find this engine; they all share one key"`
-	Port       int      `json:"kv_port,omitempty"            jsonschema:"minimum=0,maximum=65535,description=the port of all its ranks; 0 takes a free one"`
-	Advertise  string   `json:"advertise,omitempty"          jsonschema:"description=host that peers and routers are told instead of kv_ip"`
-	KeyFile    string   `json:"key_file,omitempty"           jsonschema:"description=the deployment's key as kvport.ticket_key_file and the router's --ticket-key-file name it; the keys for peers and routers are derived from it; default: the host derives them from its own; needed beyond loopback"`
-	ProxyIP    string   `json:"proxy_ip,omitempty"           jsonschema:"description=host of the router to register with"`
-	ProxyPort  int      `json:"proxy_port,omitempty"         jsonschema:"minimum=0,maximum=65535,description=port of its kvport route --register; without it the engine does not register"`
-	Routers    []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT"`
-	HTTPIP     string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
-	HTTPPort   int      `json:"http_port,omitempty"          jsonschema:"minimum=0,maximum=65535,description=the port of the engine's HTTP server; needed to register"`
-	Subscribe  []string `json:"subscribe,omitempty"          jsonschema:"description=addresses (kv_ip:kv_port) of prefill engines whose blocks a decode engine takes over while they are computed (layer by layer); those of its own requests or, where they have layers_to all, of all"`
-	LayersTo   string   `json:"layers_to,omitempty"          jsonschema:"default=target,enum=target,enum=all,description=who gets the layers of what a prefill engine computes. target: the decode engine that the request names, if it subscribes. all: every engine that subscribes."`
-	BufferSize int64    `json:"kv_buffer_size,omitempty"     jsonschema:"minimum=0,description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
-	PoolGB     float64  `json:"mem_pool_size_gb,omitempty"   jsonschema:"minimum=0,maximum=1048576,default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
-	Transports []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here; UCX goes by RDMA there."`
-	UCXTCP     string   `json:"ucx_tcp,omitempty"            jsonschema:"enum=trusted-network,description=trusted-network lets UCX use TCP: anybody who can reach its ports can then write the plugin's memory. Default: UCX within one host by shared memory, and beyond it by RDMA if transports names it."`
-	Device     int      `json:"device,omitempty"             jsonschema:"minimum=0,description=the GPU for NCCL"`
-	Channels   int      `json:"nccl_num_channels,omitempty"  jsonschema:"minimum=0,maximum=1024,description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
-	NetDevices string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address and else all. Of no use where UCX has shared memory alone."`
-	SocketDir  string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
-	TimeoutMS  int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
-	RegisterMS int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
-	Group      string   `json:"register_group,omitempty"     jsonschema:"description=the replica to which the engine belongs; for routers with --mode replica, which make pairs only within one"`
-	Digest     bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame, in addition to the host's digest over every block"`
+	SendType      string   `json:"send_type,omitempty"          jsonschema:"default=PUT_ASYNC,enum=PUT,enum=PUT_ASYNC,enum=GET,description=PUT: a save ends when the decode engine was sent the blocks. PUT_ASYNC: they are sent meanwhile. GET: the decode engine asks for them."`
+	IP            string   `json:"kv_ip,omitempty"              jsonschema:"default=127.0.0.1,description=address at which peers find this engine; they all share one key"`
+	Port          int      `json:"kv_port,omitempty"            jsonschema:"minimum=0,maximum=65535,description=the port of all its ranks; 0 takes a free one"`
+	Advertise     string   `json:"advertise,omitempty"          jsonschema:"description=host that peers and routers are told instead of kv_ip"`
+	KeyFile       string   `json:"key_file,omitempty"           jsonschema:"description=the deployment's key as kvport.ticket_key_file and the router's --ticket-key-file name it; the keys for peers and routers are derived from it; default: the host derives them from its own; needed beyond loopback"`
+	ProxyIP       string   `json:"proxy_ip,omitempty"           jsonschema:"description=host of the router to register with"`
+	ProxyPort     int      `json:"proxy_port,omitempty"         jsonschema:"minimum=0,maximum=65535,description=port of its kvport route --register; without it the engine does not register"`
+	ProxyProtocol string   `json:"proxy_protocol,omitempty"     jsonschema:"default=http,enum=http,enum=zmq,description=what the router at proxy_ip speaks. http: it is kvport route --register. zmq: it is vLLM's proxy for P2P NCCL (ZeroMQ and msgpack) and believes whoever registers."`
+	Routers       []string `json:"routers,omitempty"            jsonschema:"description=further routers to register with as HOST:PORT; they are kvport route --register"`
+	UnsignedIDs   string   `json:"unsigned_ids,omitempty"       jsonschema:"enum=trusted-proxy,description=trusted-proxy: request ids that no router has signed count too (as vLLM's proxy for P2P NCCL makes them) if peers lists both engines that they name. Anybody who reaches the HTTP server can write one. Default: they do not count."`
+	Peers         []string `json:"peers,omitempty"              jsonschema:"description=engines that such an id may name: HOST:PORT of each (kv_ip:kv_port) where HOST may be a prefix of at least 8 bits such as 10.0.0.0/24 and PORT may be * (such as 127.0.0.1:* for engines of one machine); needed with unsigned_ids"`
+	HTTPIP        string   `json:"http_ip,omitempty"            jsonschema:"description=host at which the router reaches this engine's HTTP server; default: advertise or kv_ip"`
+	HTTPPort      int      `json:"http_port,omitempty"          jsonschema:"minimum=0,maximum=65535,description=the port of the engine's HTTP server; needed to register"`
+	Subscribe     []string `json:"subscribe,omitempty"          jsonschema:"description=addresses (kv_ip:kv_port) of prefill engines whose blocks a decode engine takes over while they are computed (layer by layer); those of its own requests or, where they have layers_to all, of all"`
+	LayersTo      string   `json:"layers_to,omitempty"          jsonschema:"default=target,enum=target,enum=all,description=who gets the layers of what a prefill engine computes. target: the decode engine that the request names, if it subscribes. all: every engine that subscribes."`
+	BufferSize    int64    `json:"kv_buffer_size,omitempty"     jsonschema:"minimum=0,description=default 1000000000 and at least 1048576: bytes of blocks that wait to be fetched or have arrived"`
+	PoolGB        float64  `json:"mem_pool_size_gb,omitempty"   jsonschema:"minimum=0,maximum=1048576,default=4,description=GiB of host memory to which the oldest blocks move when that is full; 0: they are dropped. Memory is taken as it is used."`
+	Transports    []string `json:"transports,omitempty"         jsonschema:"description=ways to try in this order; default nccl ucx shm tcp. Beyond one host UCX and NCCL encrypt nothing and are used only if they are named here; UCX goes by RDMA there."`
+	UCXTCP        string   `json:"ucx_tcp,omitempty"            jsonschema:"enum=trusted-network,description=trusted-network lets UCX use TCP: anybody who can reach its ports can then write the plugin's memory. Default: UCX within one host by shared memory, and beyond it by RDMA if transports names it."`
+	Device        int      `json:"device,omitempty"             jsonschema:"minimum=0,description=the GPU for NCCL"`
+	Channels      int      `json:"nccl_num_channels,omitempty"  jsonschema:"minimum=0,maximum=1024,description=NCCL_MAX_NCHANNELS; 0: as NCCL likes"`
+	NetDevices    string   `json:"ucx_net_devices,omitempty"    jsonschema:"description=UCX_NET_DEVICES; default lo where kv_ip is a loopback address and else all. Of no use where UCX has shared memory alone."`
+	SocketDir     string   `json:"socket_dir,omitempty"         jsonschema:"description=shm: folder of the sockets; empty: one of its own for each"`
+	TimeoutMS     int      `json:"peer_timeout_ms,omitempty"    jsonschema:"default=3000,minimum=100,maximum=60000,description=how long a peer may neither receive nor answer before it is cut"`
+	RegisterMS    int      `json:"register_ms,omitempty"        jsonschema:"default=3000,minimum=50,maximum=60000,description=time between two registrations"`
+	Group         string   `json:"register_group,omitempty"     jsonschema:"description=the replica to which the engine belongs; for routers with --mode replica, which make pairs only within one"`
+	Digest        bool     `json:"digest,omitempty"             jsonschema:"default=true,description=digest over every frame, in addition to the host's digest over every block"`
 }
 
 const (
@@ -73,6 +77,13 @@ const toAll = "all"
 // trustNetwork is the one value of ucx_tcp.
 const trustNetwork = "trusted-network"
 
+// The values of proxy_protocol, and the one of unsigned_ids.
+const (
+	byHTTP     = "http"
+	byZMQ      = "zmq"
+	trustProxy = "trusted-proxy"
+)
+
 // ways are the transports, the best first.
 func ways() []string { return []string{"nccl", "ucx", "shm", "tcp"} }
 
@@ -86,15 +97,16 @@ func (c *Config) Validate() error {
 	if err := c.validateWays(); err != nil {
 		return err
 	}
+	if err := c.validateProxy(); err != nil {
+		return err
+	}
 	switch {
-	case c.SendType != "" && c.SendType != put && c.SendType != putAsync && c.SendType != get:
+	case !slices.Contains([]string{"", put, putAsync, get}, c.SendType):
 		return bad("send_type", "%q is none of PUT, PUT_ASYNC, GET", c.SendType)
-	case (c.ProxyPort != 0) != (c.ProxyIP != ""):
-		return bad("proxy_port", "it goes together with proxy_ip")
-	case len(c.registrars()) > 0 && c.HTTPPort == 0:
+	case c.HTTPPort == 0 && (c.proxy() != "" || len(c.Routers) > 0):
 		return bad("http_port", "it is needed to register: the router must know where the engine's HTTP server is")
 	case c.Group != "" && len(c.registrars()) == 0:
-		return bad("register_group", "it is said to the routers that proxy_ip and routers name, and there are none")
+		return bad("register_group", "it is said to the routers of kvport that proxy_ip and routers name, and there are none")
 	case c.Group != "" && !register.IsGroup(c.Group):
 		return bad("register_group", "it is %q, %s", c.Group, register.WantGroup)
 	case c.KeyFile == "" && !c.local():
@@ -126,16 +138,45 @@ func (c *Config) validateWays() error {
 	return nil
 }
 
-// registrars are the addresses of the routers to register with.
-func (c *Config) registrars() []string {
+// validateProxy checks what is said of the proxy, and whom its ids may name.
+func (c *Config) validateProxy() error {
+	switch {
+	case (c.ProxyPort != 0) != (c.ProxyIP != ""):
+		return bad("proxy_port", "it goes together with proxy_ip")
+	case c.ProxyProtocol != "" && c.ProxyProtocol != byHTTP && c.ProxyProtocol != byZMQ:
+		return bad("proxy_protocol", "%q is none of %s, %s", c.ProxyProtocol, byHTTP, byZMQ)
+	case c.ProxyProtocol == byZMQ && c.ProxyPort == 0:
+		return bad("proxy_protocol", "there is no proxy_ip that could speak %s", byZMQ)
+	case c.UnsignedIDs != "" && c.UnsignedIDs != trustProxy:
+		return bad("unsigned_ids", "%q is not %s, the one value that it has", c.UnsignedIDs, trustProxy)
+	case (c.UnsignedIDs != "") != (len(c.Peers) > 0):
+		return bad("peers", "it goes together with unsigned_ids: it lists the engines that an unsigned request id may name")
+	}
+	_, err := c.listed()
+	return err
+}
+
+// UnsignedPairs implements what sdk.FromPipe asks a config: whether request ids count that no router has signed.
+func (c *Config) UnsignedPairs() bool { return c.UnsignedIDs == trustProxy }
+
+// proxy is the address of the router that proxy_ip and proxy_port name; empty: there is none.
+func (c *Config) proxy() string {
 	if c.ProxyPort == 0 {
-		return c.Routers
+		return ""
 	}
 	host := c.ProxyIP
 	if host == "0.0.0.0" { // where a router listens; whoever connects to it comes to this machine
 		host = "127.0.0.1"
 	}
-	return append([]string{net.JoinHostPort(host, strconv.Itoa(c.ProxyPort))}, c.Routers...)
+	return net.JoinHostPort(host, strconv.Itoa(c.ProxyPort))
+}
+
+// registrars are the addresses of the routers of kvport to register with.
+func (c *Config) registrars() []string {
+	if p := c.proxy(); p != "" && c.ProxyProtocol != byZMQ {
+		return append([]string{p}, c.Routers...)
+	}
+	return c.Routers
 }
 
 // leastBuffer is the smallest buffer: vLLM's users give prefill engines, which receive nothing, one of 10 bytes.

@@ -9,7 +9,6 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"regexp"
 	"slices"
 	"strconv"
 	"sync"
@@ -17,7 +16,6 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/pipe"
 )
 
@@ -295,117 +293,4 @@ func (n *network) stats() []connector.Stat {
 		add("link_bytes_total", w.received.Load(), "received")
 	}
 	return out
-}
-
-// A router that knows both ends of a request writes them into the X-Request-Id of both engines, as vLLM's
-// did, and signs what it wrote:
-//
-//	___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID_SIGNATURE
-//
-// The engine's request id begins with it or, in vLLM, has it behind "cmpl-"; something of the engine's own
-// follows.
-const (
-	hostPort  = `([0-9A-Za-z.\-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):([0-9]{1,5})`
-	idPattern = `___prefill_addr_` + hostPort + `___decode_addr_` + hostPort + `_([0-9a-f]{32})`
-)
-
-// maxIDs bounds the ids that are remembered.
-const maxIDs = 1 << 14
-
-// addresses are the two ends of a request.
-type addresses struct{ prefill, decode string }
-
-// readers reads request ids. It is safe for concurrent use.
-type reader struct {
-	keys    []connector.Secret // of routers
-	pattern *regexp.Regexp
-
-	mu    sync.Mutex
-	owner map[string]connector.RequestID // of signed ids: who came with it first
-	order []string
-	found map[string]int64                  // by kind
-	known map[connector.RequestID]addresses // what was found, as it is asked for often
-	asked []connector.RequestID
-}
-
-func newReader(keys ...connector.Secret) *reader {
-	return &reader{
-		keys: keys, pattern: regexp.MustCompile(idPattern + `(?:_([0-9a-f]{32}))?`),
-		found: map[string]int64{"signed": 0, "unsigned": 0, "forged": 0, "replayed": 0}, owner: map[string]connector.RequestID{}, known: map[connector.RequestID]addresses{},
-	}
-}
-
-// read gives the ends that a router has signed for a request; nothing for all others. An id counts for the
-// first request that brings it, and for no other.
-func (r *reader) read(id connector.RequestID) addresses {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if a, ok := r.known[id]; ok {
-		return a
-	}
-	a := r.check(id)
-	r.known[id], r.asked = a, append(r.asked, id)
-	if len(r.asked) > maxIDs {
-		delete(r.known, r.asked[0])
-		r.asked = r.asked[1:]
-	}
-	return a
-}
-
-// verify reports whether a router of the deployment signed a text.
-func (r *reader) verify(text, signature string) bool {
-	return slices.ContainsFunc(r.keys, func(key connector.Secret) bool {
-		return ticket.VerifyText(key, ticket.RequestIDText, text, signature)
-	})
-}
-
-func (r *reader) check(id connector.RequestID) addresses {
-	m := r.pattern.FindStringSubmatch(string(id))
-	if m == nil {
-		return addresses{}
-	}
-	uuid, signature := m[5], m[6]
-	text := m[0]
-	if signature != "" {
-		text = text[:len(text)-1-len(signature)]
-	}
-	a := addresses{prefill: join(m[1], m[2]), decode: join(m[3], m[4])}
-	switch owner, seen := r.owner[uuid]; {
-	case signature == "":
-		r.found["unsigned"]++
-	case !r.verify(text, signature) || a.prefill == "" || a.decode == "":
-		r.found["forged"]++
-	case seen && owner != id:
-		r.found["replayed"]++
-	default:
-		r.found["signed"]++
-		r.owner[uuid], r.order = id, append(r.order, uuid)
-		if len(r.order) > maxIDs {
-			delete(r.owner, r.order[0])
-			r.order = r.order[1:]
-		}
-		return a
-	}
-	return addresses{}
-}
-
-// join is an address; "" if the port is none.
-func join(host, port string) string {
-	if n, err := strconv.Atoi(port); err != nil || n < 1 || n > 65535 {
-		return ""
-	}
-	if len(host) > 1 && host[0] == '[' {
-		host = host[1 : len(host)-1]
-	}
-	return net.JoinHostPort(host, port)
-}
-
-// stats shows what ids were found.
-func (r *reader) stats() (stats []connector.Stat) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for kind, n := range r.found {
-		stats = append(stats, connector.Stat{Name: "request_ids_total", Labels: []string{kind}, Value: float64(n)})
-	}
-	return stats
 }

@@ -44,8 +44,8 @@ func Stats() []connector.StatInfo {
 		counter("links_total", "Links to peers that were made.", "transport"),
 		counter("link_failures_total", "Transports that both ends have and that did not connect them.", "transport"),
 		counter("link_bytes_total", "Payload over links, by direction.", "transport", "direction"),
-		counter("request_ids_total", "Request ids with addresses: signed ones are used, others are not.", "kind"),
-		counter("registrations_total", "Registrations with the router.", "outcome"),
+		counter("request_ids_total", "Request ids that name engines: those of the kinds signed and trusted are used, others (unsigned, unlisted, forged, replayed, malformed) are not.", "kind"),
+		counter("registrations_total", "Registrations with routers.", "outcome"),
 	}
 }
 
@@ -63,17 +63,27 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
+	listed, err := c.listed()
+	if err != nil {
+		return pipe.Peers{}, err
+	}
 	n, err := c.network(keyed, log)
 	if err != nil {
 		return pipe.Peers{}, err
 	}
-	ids := newReader(routers...)
+	c.tellTrust(log)
+	ids := newReader(listed, log, routers...)
 	life := &registered{network: n}
-	var registrars []*registrar
-	for _, at := range c.registrars() {
-		r := newRegistrar(&c, at, routers[0], log)
+	var registrars []registering
+	begin := func(r registering) {
 		registrars = append(registrars, r)
 		life.begin = append(life.begin, func(ctx context.Context, address string) { r.run(ctx, types(env.Role), c.httpAddress(), address) })
+	}
+	for _, at := range c.registrars() {
+		begin(newRegistrar(&c, at, routers[0], log))
+	}
+	if c.ProxyProtocol == byZMQ {
+		begin(newZMQRegistrar(&c, log))
 	}
 	peers := pipe.Peers{
 		Network: life, Subscribe: c.Subscribe, LayersToTarget: c.LayersTo != toAll, Bytes: c.buffer(log), Spill: c.spill(), Patience: c.timeout(), Close: life.close,
@@ -92,6 +102,19 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 		peers.Push = func(id connector.RequestID) string { return ids.read(id).decode }
 	}
 	return peers, nil
+}
+
+// tellTrust says in the log what the config trusts, and what it lacks.
+func (c *Config) tellTrust(log *slog.Logger) {
+	switch {
+	case c.UnsignedIDs == trustProxy:
+		log.Warn("request ids that nobody has signed count: whoever reaches the HTTP server can name any two engines of peers", "unsigned_ids", trustProxy, "peers", len(c.Peers))
+		if open := c.anywhere(); len(open) > 0 {
+			log.Warn("such an id can have this engine connect to any port of other machines: list the ports of the engines (kv_port)", "peers", open)
+		}
+	case c.ProxyProtocol == byZMQ:
+		log.Warn("the proxy signs no request ids, so they are ignored and decode engines compute all prompts: trust it with unsigned_ids and peers", "proxy", c.proxy())
+	}
 }
 
 // connectorName is the connector's, as its plugin's manifest has it: the host derives the link key for it.
@@ -169,7 +192,13 @@ func (r *registered) close() error {
 // leaveTime is how long an engine that ends waits for a router to take note of it.
 const leaveTime = time.Second
 
-// registrar registers one engine with one router until its context ends.
+// registering registers one engine with one router, whichever protocol it speaks.
+type registering interface {
+	run(ctx context.Context, types []string, httpAddress, kvAddress string)
+	Counts() (good, failed int64)
+}
+
+// registrar registers one engine with one router of kvport until its context ends.
 type registrar struct {
 	register.Client
 	group string // the engine's replica; empty: none
@@ -177,9 +206,14 @@ type registrar struct {
 
 func newRegistrar(c *Config, router string, key []byte, log *slog.Logger) *registrar {
 	return &registrar{group: c.Group, Client: register.Client{
-		URL: "http://" + router, Every: cmp.Or(time.Duration(c.RegisterMS)*time.Millisecond, 3*time.Second), Log: log,
+		URL: "http://" + router, Every: c.registerEvery(), Log: log,
 		Sign: func(body string) string { return ticket.SignText(key, ticket.RegisterText, body) },
 	}}
+}
+
+// registerEvery is the time between two registrations.
+func (c *Config) registerEvery() time.Duration {
+	return cmp.Or(time.Duration(c.RegisterMS)*time.Millisecond, 3*time.Second)
 }
 
 // types are the parts an engine plays for a router.
@@ -209,7 +243,7 @@ func (r *registrar) run(ctx context.Context, types []string, httpAddress, kvAddr
 	}
 }
 
-func registrations(all []*registrar) []connector.Stat {
+func registrations(all []registering) []connector.Stat {
 	done, failed := int64(0), int64(0)
 	for _, r := range all {
 		good, bad := r.Counts()

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/engine/apikeys"
+	"github.com/kvport/kvport/internal/pairid"
 	"github.com/kvport/kvport/internal/register"
 )
 
@@ -538,7 +539,10 @@ func (c *call) meet(p, d target) {
 	if sign == nil || from == "" || to == "" {
 		return
 	}
-	text := "___prefill_addr_" + from + "___decode_addr_" + to + "_" + newID()
+	text, ok := pairid.New(from, to, newID())
+	if !ok { // no engine could read it
+		return
+	}
 	c.pair = text + "_" + sign(text, byPrefill, byDecode)
 	c.router.metrics.introduced.Inc()
 }

@@ -43,6 +43,7 @@ type params struct {
 	salt       string
 	remote     bool
 	turn       bool // remote, for the next turn of the conversation
+	transfer   bool // there are kv_transfer_params, whatever they say
 	query      bool // say what is cached, and generate nothing
 	hold       bool // with query: give a ticket for it
 	noBlockIDs bool // with query: say how much, and leave out of which blocks
@@ -295,6 +296,7 @@ func (o *object) transfer(p *params) {
 	if !ok {
 		return
 	}
+	p.transfer = true
 	t := &object{}
 	if json.Unmarshal(raw, &t.fields) != nil {
 		o.fail(wrongType("kv_transfer_params", "an object"))

@@ -19,6 +19,7 @@ import (
 	"github.com/kvport/kvport/engine/apikeys"
 	"github.com/kvport/kvport/engine/router/admission"
 	"github.com/kvport/kvport/engine/tokenizer"
+	"github.com/kvport/kvport/internal/pairid"
 )
 
 // queried is what a scripted engine says to a cache query.
@@ -163,13 +164,13 @@ func TestCacheQueryNamesNobody(t *testing.T) {
 	for _, params := range []string{`{"cache_query":true}`, "null"} {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.URL+"/v1/completions", strings.NewReader(`{"prompt":"x","kv_transfer_params":`+params+`}`))
 		require.NoError(t, err)
-		req.Header.Set("X-Request-Id", pairPrefix+"a___decode_addr_b_c")
+		req.Header.Set("X-Request-Id", pairid.Prefix+"a___decode_addr_b_c")
 		resp, err := http.DefaultClient.Do(req)
 		require.NoError(t, err)
 		resp.Body.Close()
 	}
-	require.NotContains(t, e.requests()[0].ID, pairPrefix)
-	require.Contains(t, e.requests()[1].ID, pairPrefix)
+	require.NotContains(t, e.requests()[0].ID, pairid.Prefix)
+	require.Contains(t, e.requests()[1].ID, pairid.Prefix)
 }
 
 // The rate of each API key is its own, and it limits nothing but cache queries.

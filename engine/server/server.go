@@ -14,7 +14,6 @@ import (
 	"net/http"
 	"os"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -172,7 +171,7 @@ func (s *Server) Ready() string {
 // exchange is one generation request on its way through the server.
 type exchange struct {
 	id     string // 128 random bits; a client's own id is a label only
-	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature
+	pair   string // begins the engine's request ids, if a label names two engines: connectors check its signature; else empty
 	chat   bool
 	key    *apikeys.Key // the client's; nil: there are no keys
 	params params
@@ -186,9 +185,7 @@ func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
 		label := label(r.Header.Get("X-Request-Id"), x.id)
-		if strings.HasPrefix(label, pairPrefix) {
-			x.pair = label + "-"
-		}
+		x.pair = pairOf(label)
 		w.Header().Set("X-Request-Id", label)
 		began := time.Now()
 		err := s.serve(w, r, x)
@@ -354,15 +351,13 @@ func (s *Server) decode(x *exchange, body []byte) error {
 	if err := s.admitQuery(x); err != nil { // before its prompt costs anything
 		return err
 	}
-	if x.params.query { // no other engine is asked to send blocks for it
-		x.pair = ""
-	}
+	s.takePair(x, len(prompts))
 	for i, p := range prompts {
 		j, err := s.job(x, p, field)
 		if err != nil {
 			return err
 		}
-		j.request.ID = connector.RequestID(fmt.Sprintf("%s%s-%d", x.pair, x.id, i))
+		j.request.ID = connector.RequestID(x.requestID(i))
 		x.jobs = append(x.jobs, j)
 	}
 	return nil
@@ -554,22 +549,6 @@ func (s *Server) watched(next http.Handler) http.HandlerFunc {
 		next.ServeHTTP(w, r)
 	}
 }
-
-// label is the client's id if it is fit for a header and a log line.
-func label(given, own string) string {
-	longest := 128
-	if strings.HasPrefix(given, pairPrefix) {
-		longest = 512
-	}
-	bad := func(r rune) bool { return r <= ' ' || r > '~' }
-	if given == "" || len(given) > longest || strings.ContainsFunc(given, bad) {
-		return own
-	}
-	return given
-}
-
-// pairPrefix begins an X-Request-Id in which a router names the engines at both ends of a request.
-const pairPrefix = "___prefill_addr_"
 
 // newID is 128 random bits.
 func newID() string {

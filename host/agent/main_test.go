@@ -37,6 +37,7 @@ var bin string
 func TestMain(m *testing.M) { os.Exit(withBinaries(m)) }
 
 func withBinaries(m *testing.M) int {
+	serveWrong()
 	if os.Getenv(engineVariable) != "" {
 		return playEngine()
 	}
@@ -115,6 +116,12 @@ type testAgent struct {
 // open starts an agent in this process and makes sure that nothing of it is left at the end.
 func open(t testing.TB, transfer string, change func(*limits)) *testAgent {
 	t.Helper()
+	return openFrom(t, bin, transfer, change)
+}
+
+// openFrom does so with the plugins of a folder.
+func openFrom(t testing.TB, plugins, transfer string, change func(*limits)) *testAgent {
+	t.Helper()
 	cfg, err := host.ParseConfig(transfer)
 	require.NoError(t, err)
 	l := defaultLimits()
@@ -129,7 +136,7 @@ func open(t testing.TB, transfer string, change func(*limits)) *testAgent {
 	var ctx context.Context
 	ctx, o.stop = context.WithCancel(context.WithoutCancel(t.Context()))
 	ready := make(chan struct{})
-	c := Config{Transfer: cfg, PluginPath: []string{bin}, Socket: o.socket, Ready: func() { close(ready) }}
+	c := Config{Transfer: cfg, PluginPath: []string{plugins}, Socket: o.socket, Ready: func() { close(ready) }}
 	if testing.Verbose() {
 		c.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	}

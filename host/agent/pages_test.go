@@ -54,16 +54,27 @@ func attachPagesCall(a *wire.AttachPages) *kvportv1.AgentCall {
 // attachPager attaches an engine that stores pages, with a pool that is not sealed.
 func attachPager(t testing.TB, socket string, a *wire.AttachPages) *pager {
 	t.Helper()
+	p, refusal := tryPager(t, socket, a)
+	require.Nil(t, refusal, refusal.GetMessage())
+	return p
+}
+
+// tryPager attaches such an engine, or says why it was refused.
+func tryPager(t testing.TB, socket string, a *wire.AttachPages) (*pager, *kvportv1.Error) {
+	t.Helper()
 	p := &pager{dial(t, socket), a.Lengths}
 	m := p.call(attachPagesCall(a))
-	require.Nil(t, m.GetError(), m.GetError().GetMessage())
+	if m.GetError() != nil {
+		p.close()
+		return nil, m.GetError()
+	}
 	require.NotZero(t, m.GetAttached().GetLife())
 	p.memory(poolPages*a.Bytes(), 0)
 	p.post(&kvportv1.AgentCall{Call: &kvportv1.AgentCall_PagesRegion{PagesRegion: &kvportv1.AgentPagesRegion{Size: uint64(poolPages * a.Bytes())}}}, p.file)
 	m = p.answer(p.id)
 	require.Nil(t, m.GetError(), m.GetError().GetMessage())
 	require.False(t, m.GetPagesMemory().GetSealed())
-	return p
+	return p, nil
 }
 
 // offsets are where the segments of a page of the pool begin.
@@ -116,7 +127,12 @@ func pack(keys []connector.BlockKey) []byte {
 // exists asks how many leading pages are stored.
 func (p *pager) exists(keys []connector.BlockKey) (n int, late bool) {
 	p.t.Helper()
-	m := p.call(&kvportv1.AgentCall{Call: &kvportv1.AgentCall_PagesExists{PagesExists: &kvportv1.AgentPagesExists{Keys: pack(keys), DeadlineMs: 60_000}}})
+	return p.existsBy(keys, time.Minute)
+}
+
+func (p *pager) existsBy(keys []connector.BlockKey, deadline time.Duration) (n int, late bool) {
+	p.t.Helper()
+	m := p.call(&kvportv1.AgentCall{Call: &kvportv1.AgentCall_PagesExists{PagesExists: &kvportv1.AgentPagesExists{Keys: pack(keys), DeadlineMs: uint32(deadline.Milliseconds())}}})
 	require.NotNil(p.t, m.GetPagesFound(), m.GetError().GetMessage())
 	return int(m.GetPagesFound().GetPages()), m.GetPagesFound().GetLate()
 }
@@ -146,20 +162,30 @@ func (p *pager) done(id uint64) []kvportv1.AgentPageResult {
 // put stores pages with what belongs to their keys.
 func (p *pager) put(keys []connector.BlockKey, first int) []kvportv1.AgentPageResult {
 	p.t.Helper()
+	return p.putBy(keys, first, time.Minute)
+}
+
+func (p *pager) putBy(keys []connector.BlockKey, first int, deadline time.Duration) []kvportv1.AgentPageResult {
+	p.t.Helper()
 	for i, k := range keys {
 		p.write(first+i, k)
 	}
-	return p.done(p.begin(false, keys, first, time.Minute))
+	return p.done(p.begin(false, keys, first, deadline))
 }
 
 // get loads pages into blank memory. It makes sure that memory has changed where the result is done, and nowhere
 // else, and that it is what belongs there.
 func (p *pager) get(keys []connector.BlockKey, first int) []kvportv1.AgentPageResult {
 	p.t.Helper()
+	return p.getBy(keys, first, time.Minute)
+}
+
+func (p *pager) getBy(keys []connector.BlockKey, first int, deadline time.Duration) []kvportv1.AgentPageResult {
+	p.t.Helper()
 	for i := range p.mem {
 		p.mem[i] = 0xA5
 	}
-	results := p.done(p.begin(true, keys, first, time.Minute))
+	results := p.done(p.begin(true, keys, first, deadline))
 	require.Len(p.t, results, len(keys))
 	for page := range poolPages {
 		want := bytes.Repeat([]byte{0xA5}, len(p.page(page)))
@@ -481,19 +507,20 @@ func TestPagesAreReserved(t *testing.T) {
 // patientPager attaches when the engine before it has left.
 func patientPager(t *testing.T, socket string) *pager {
 	t.Helper()
+	p, refusal := nextPager(t, socket)
+	require.Nil(t, refusal, refusal.GetMessage())
+	return p
+}
+
+// nextPager attaches then, or says why it was refused.
+func nextPager(t *testing.T, socket string) (*pager, *kvportv1.Error) {
+	t.Helper()
 	for end := time.Now().Add(time.Minute); ; {
-		d := dial(t, socket)
-		m := d.call(attachPagesCall(pagesAt()))
-		if m.GetError() == nil {
-			p := &pager{d, pageLengths}
-			p.memory(poolPages*pagesAt().Bytes(), 0)
-			p.post(&kvportv1.AgentCall{Call: &kvportv1.AgentCall_PagesRegion{PagesRegion: &kvportv1.AgentPagesRegion{Size: uint64(poolPages * pagesAt().Bytes())}}}, p.file)
-			require.Nil(t, p.answer(p.id).GetError())
-			return p
+		p, refusal := tryPager(t, socket, pagesAt())
+		if refusal.GetCode() != kvportv1.ErrorCode_ERROR_CODE_BUSY {
+			return p, refusal
 		}
-		require.Equal(t, kvportv1.ErrorCode_ERROR_CODE_BUSY, m.GetError().GetCode())
 		require.True(t, time.Now().Before(end), "the engine before never leaves")
-		d.close()
 	}
 }
 

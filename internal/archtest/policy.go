@@ -107,6 +107,7 @@ func imports() map[string][]string {
 	rows["conformance/internal/model"] = []string{"connector"} // pure
 	rows["verify/attack"] = []string{"internal/keyring", "internal/machine", "internal/register", "internal/sandbox", "internal/ticket", "verify/cluster", "verify/fixture"}
 	rows["internal/place"] = []string{"connector"}
+	rows["internal/pairid"] = nil
 	rows["host"] = append(rows["host"], "internal/place")
 	rows["conformance"] = append(rows["conformance"], "internal/place")
 	rows["internal/storekit"] = []string{"connector"}
@@ -132,7 +133,7 @@ func kvportImports() map[string][]string {
 		"verify/fixture":      {},
 		"verify/testkit":      {"connector", "verify/fixture"}, // what tests of several packages share
 		"verify/names":        {},                              // reads the source, and builds a program of its own
-		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "internal/machine", "verify/cluster", "verify/fixture", "verify/testkit"},
+		"verify/acceptance":   {"connector", "conformance/redistest", "conformance/relay", "internal/machine", "internal/zmtp", "verify/cluster", "verify/fixture", "verify/testkit"},
 		"verify/faultsuite":   {"connector", "engine", "engine/model/sim", "engine/tokenizer", "host", "internal/fault"},
 		"internal/sandbox":    {},
 		"internal/shm":        {},
@@ -160,9 +161,9 @@ func kvportImports() map[string][]string {
 		"lookupbuffer":    {"connector", "pipe"},
 		"connectors/*":    connectorImports(),
 
-		"connectors/p2pnccl":          connectorImports("internal/register", "internal/keyring", "internal/ticket"), // record 106
-		"connectors/lmcache":          connectorImports("internal/strictjson"),                                      // LMCache's file suggests names, too
-		"connectors/internal/*":       {"connector", "internal/storekit", "internal/fault", "internal/machine"},     // what several connectors share
+		"connectors/p2pnccl":          connectorImports("internal/register", "internal/keyring", "internal/pairid", "internal/ticket", "internal/zmtp"), // records 106 and 169
+		"connectors/lmcache":          connectorImports("internal/strictjson"),                                                                          // LMCache's file suggests names, too
+		"connectors/internal/*":       {"connector", "internal/storekit", "internal/fault", "internal/machine"},                                         // what several connectors share
 		"connectors/internal/peerkey": {"connector", "pipe", "internal/keyring", "internal/ticket"},
 		"multiconnector":              {"connector", "internal/eventlog"},
 
@@ -209,7 +210,7 @@ func engineImports() map[string][]string {
 		"engine/model":            {"connector", "engine/gguf", "engine/model/kernel", "internal/fault"},
 		"engine/model/kernel":     {"engine/gguf"},
 		"engine/model/sim":        {"connector", "engine/model"},
-		"engine/router":           {"connector", "engine/apikeys", "engine/kvevents", "engine/router/...", "internal/meter", "internal/register"},
+		"engine/router":           {"connector", "engine/apikeys", "engine/kvevents", "engine/router/...", "internal/meter", "internal/pairid", "internal/register"},
 		"engine/router/admission": {}, // pure
 		"engine/router/kvindex":   {"engine/kvevents"},
 		"engine/router/policy":    {"internal/strictjson", "engine/router/internal/fairlru"}, // pure: no clock, no lock, no I/O
@@ -218,7 +219,7 @@ func engineImports() map[string][]string {
 
 		"engine/sample":    {},
 		"engine/sched":     {"connector", "engine/kvcache"},
-		"engine/server":    slices.Concat(host, engineParts(), []string{"engine", "engine/apikeys", "engine/router/admission"}),
+		"engine/server":    slices.Concat(host, engineParts(), []string{"engine", "engine/apikeys", "engine/router/admission", "internal/pairid"}),
 		"engine/tokenizer": {"engine/gguf"},
 	}
 }

@@ -11,28 +11,14 @@ import (
 // a block only with all its parts, and of a key only the block with the highest serial. Every other slot is
 // retired, whatever its word says, and waits for its readers.
 func (p *Plugin) recover(drawn uint64, now int64) {
-	found := map[Slot]Header{}
-	for s := range Slot(p.g.Slots) {
-		w := Word(p.arena.Load(p.g.wordAt(s)))
-		if w.State() == Free {
-			p.free = append(p.free, s)
-			continue
-		}
-		var h Header
-		words := p.g.loadHeader(p.arena, s)
-		if w.State() == Ready && h.decode(p.g, s, w.Generation(), &words) && h.Epoch == p.epoch && h.Serial <= drawn && !h.expired(now) {
-			found[s] = h
-		} else {
-			p.discard(s, w)
-		}
-	}
+	found, over := p.left(drawn, now)
 	sets := together(found)
 	slices.SortFunc(sets, func(a, b *Set) int {
 		return cmp.Or(cmp.Compare(b.Serial, a.Serial), cmp.Compare(a.Slots[0], b.Slots[0]))
 	})
 	kept := map[Slot]bool{}
 	for _, s := range sets {
-		if p.overlaps(s) {
+		if p.overlaps(s) || s.older(over) {
 			continue
 		}
 		for i, slot := range s.Slots {
@@ -48,6 +34,31 @@ func (p *Plugin) recover(drawn uint64, now int64) {
 	p.Sweep()
 }
 
+// left are the headers of blocks that the life before has left. over are the highest serials of those whose time is over, by key: what they
+// have replaced does not come back.
+func (p *Plugin) left(drawn uint64, now int64) (found map[Slot]Header, over map[connector.StoreKey]uint64) {
+	found, over = map[Slot]Header{}, map[connector.StoreKey]uint64{}
+	for s := range Slot(p.g.Slots) {
+		w := Word(p.arena.Load(p.g.wordAt(s)))
+		if w.State() == Free {
+			p.free = append(p.free, s)
+			continue
+		}
+		var h Header
+		words := p.g.loadHeader(p.arena, s)
+		right := w.State() == Ready && h.decode(p.g, s, w.Generation(), &words) && h.Epoch == p.epoch && h.Serial <= drawn
+		if right && !h.expired(now) {
+			found[s] = h
+			continue
+		}
+		if right {
+			over[h.Key] = max(over[h.Key], h.Serial)
+		}
+		p.discard(s, w)
+	}
+	return found, over
+}
+
 // discard retires a slot, in its generation if it is retired already.
 func (p *Plugin) discard(s Slot, w Word) {
 	if w.State() != Retired {
@@ -58,6 +69,11 @@ func (p *Plugin) discard(s Slot, w Word) {
 
 func (p *Plugin) overlaps(s *Set) bool {
 	return slices.ContainsFunc(s.Parts, func(part Part) bool { return p.resident[part.Key] != nil })
+}
+
+// older says whether one of the parts was saved again later.
+func (s *Set) older(later map[connector.StoreKey]uint64) bool {
+	return slices.ContainsFunc(s.Parts, func(part Part) bool { return later[part.Key] > s.Serial })
 }
 
 // together are the sets all of whose parts were found.

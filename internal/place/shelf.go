@@ -110,10 +110,12 @@ func (s *Shelf) recover(o *ShelfOpening, now int64) (found []Found, torn int) {
 			if w.State() != Retired {
 				torn++
 			}
-		case !h.expired(now):
-			found = append(found, Found{slot, h})
-			last[h.Key] = max(last[h.Key], h.Serial)
-			continue
+		default:
+			last[h.Key] = max(last[h.Key], h.Serial) // what it has replaced does not come back when its own time is over
+			if !h.expired(now) {
+				found = append(found, Found{slot, h})
+				continue
+			}
 		}
 		s.free(slot, w.next(Retired))
 	}

@@ -276,3 +276,25 @@ func TestShelfOverAnything(t *testing.T) {
 		require.NoError(t, err)
 	}
 }
+
+// Rule PLACE-07: of a key the block with the highest serial counts, so what it replaced does not come back when its own time is over.
+func TestReplacedStaysGone(t *testing.T) {
+	for now, slots := range map[int64][]Slot{3: {1}, 10: nil} {
+		g := Geometry{Slots: 2, SlotBytes: 64}
+		arena, err := Private(make([]byte, g.ArenaBytes()))
+		require.NoError(t, err)
+		shelf, _, _, err := OpenShelf(arena, g, ShelfOpening{Epoch: 1, Serial: 1}, 0)
+		require.NoError(t, err)
+		for slot, expires := range []int64{0, 5} { // it dies before it gives the first up
+			shelf.Begin(Slot(slot))
+			shelf.Publish(Slot(slot), &Header{Key: connector.StoreKey{1}, Length: 8, Expires: expires})
+		}
+		_, found, _, err := OpenShelf(arena, g, ShelfOpening{Epoch: 1, Serial: 100}, now)
+		require.NoError(t, err)
+		var got []Slot
+		for _, f := range found {
+			got = append(got, f.Slot)
+		}
+		require.Equal(t, slots, got)
+	}
+}

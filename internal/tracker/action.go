@@ -30,10 +30,11 @@ func (k Kind) String() string {
 type Action interface{ action() }
 
 type (
-	// Ask sends a query to the scheduler side; Matched brings the answer.
+	// Ask sends a query to the scheduler side; Matched brings the answer. Without a generation the host answers it from what
+	// is placed, and Found brings that.
 	Ask struct {
 		ID    CallID
-		Gen   uint64
+		Gen   uint64 // 0: none takes calls
 		Query connector.Query
 	}
 	// Plan sends a step to the scheduler side; Planned brings the answer.
@@ -44,10 +45,11 @@ type (
 		Deadline time.Time
 	}
 	// Move starts a load or save on the worker side of one rank; Moved brings the answer. The
-	// transfer is shared by all ranks and must not be changed.
+	// transfer is shared by all ranks and must not be changed. Without a generation the host loads what is placed, all
+	// of it or nothing.
 	Move struct {
 		ID       CallID
-		Gen      uint64
+		Gen      uint64 // 0: none takes calls, or none has made a plan for the load
 		Kind     Kind
 		Rank     int
 		Transfer *connector.Transfer
@@ -178,4 +180,5 @@ type Outcome struct {
 	Foreign, Outdated []connector.BlockID
 	Layers            int  // saves with Computing: how many layers the plugin was told to be final
 	Lost              bool // the connection went away: the plugin may still touch the blocks
+	Absent            bool // of a Move without a generation: not all of it is placed
 }

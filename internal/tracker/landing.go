@@ -154,7 +154,7 @@ func (b *Tracker) startQueued() {
 				if c.slots = b.room(c); c.slots == nil {
 					break
 				}
-				b.start(c)
+				b.start(c, b.gen)
 			}
 			c.waiting = false
 			l.waiting[0] = nil

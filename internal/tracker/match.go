@@ -80,7 +80,7 @@ func (b *Tracker) renew(now time.Time, r *request) bool {
 func (b *Tracker) Sure(id connector.RequestID) bool {
 	r := b.requests[id]
 	switch {
-	case r == nil || b.closed || b.state == broken:
+	case r == nil || b.closed || b.state == broken && !b.alone(r.match.query.Ticket):
 		return false
 	case b.hopeless(r):
 		return true
@@ -92,7 +92,8 @@ func (b *Tracker) Sure(id connector.RequestID) bool {
 func (b *Tracker) hopeless(r *request) bool {
 	q := &r.match.query
 	room := b.limit(q) > q.Computed
-	return r.denied || b.closed || b.state == broken || !b.cfg.Role.Loads() || !room || len(q.Keys) == 0 && q.Ticket == nil
+	nobody := b.state == broken && !b.alone(q.Ticket)
+	return r.denied || b.closed || nobody || !b.cfg.Role.Loads() || !room || len(q.Keys) == 0 && q.Ticket == nil
 }
 
 // unit is the number of tokens in which external and local parts may meet.
@@ -175,14 +176,14 @@ func (b *Tracker) beginLater(now time.Time, m *match) {
 	}
 }
 
-// askAgain asks the plugin if an answer is wanted, none is on its way and one is up.
+// askAgain asks the plugin if an answer is wanted, none is on its way and one is up. If none is up, the host is asked.
 func (b *Tracker) askAgain(now time.Time, r *request) {
 	m := &r.match
 	if !m.open || m.ask != 0 {
 		return
 	}
 	b.beginLater(now, m)
-	if b.state != up {
+	if b.state != up && !b.alone(m.query.Ticket) {
 		return
 	}
 	b.ask(r, m.query)
@@ -214,7 +215,7 @@ func (b *Tracker) ask(r *request, q connector.Query) {
 	m := &r.match
 	m.ask, m.asked, m.retryAt = CallID(b.id()), q, time.Time{}
 	b.asks[m.ask] = r
-	b.emit(Ask{ID: m.ask, Gen: b.gen, Query: m.asked})
+	b.emit(Ask{ID: m.ask, Gen: b.taking(), Query: m.asked})
 }
 
 // Matched brings the answer to an Ask. An error is a miss, ErrBusy is Later. A host whose plugin went

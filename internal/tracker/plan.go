@@ -28,8 +28,7 @@ func (b *Tracker) planOrStart(now time.Time, s *connector.Step, ops []*op) {
 	}
 	if b.state != up || b.closed {
 		for _, o := range ops {
-			o.fail(o.t.Blocks, connector.ErrGone)
-			b.endOp(now, o)
+			b.unplan(now, o, connector.ErrGone)
 		}
 		return
 	}
@@ -151,6 +150,15 @@ func subset(have, want []connector.Block, used map[connector.BlockID]struct{}) [
 		i++
 	}
 	return out
+}
+
+// planLost ends the wait for a plan that does not come.
+func (b *Tracker) planLost(now time.Time, id CallID, err error) {
+	p := b.plans[id]
+	delete(b.plans, id)
+	for _, o := range p.ops {
+		b.unplan(now, o, err)
+	}
 }
 
 // planFailed ends the transfers of a step that got no plan. Nothing has touched their blocks.

@@ -26,7 +26,7 @@ func TestBookUnderRandomFaults(t *testing.T) {
 	if os.Getenv("KVPORT_SOAK") != "" {
 		seeds = 100_000
 	}
-	events, empty, counters := 0, 0, Counters{}
+	events, empty, alone, counters := 0, 0, 0, Counters{}
 	for seed := range uint64(seeds) {
 		w := newWorld(t, seed)
 		func() {
@@ -35,6 +35,7 @@ func TestBookUnderRandomFaults(t *testing.T) {
 		}()
 		events += w.events
 		empty += w.empty
+		alone += w.alone
 		c := w.b.Counters()
 		counters.Kills += c.Kills
 		counters.Retries += c.Retries
@@ -42,11 +43,12 @@ func TestBookUnderRandomFaults(t *testing.T) {
 		counters.Unknown += c.Unknown
 	}
 	require.NotZero(t, empty)
+	require.NotZero(t, alone)
 	require.NotZero(t, counters.Kills)
 	require.NotZero(t, counters.Retries)
 	require.NotZero(t, counters.Violations)
 	require.NotZero(t, counters.Unknown)
-	t.Logf("%d seeds, %d inputs, %d events, %d resets, %+v", seeds, seeds*steps, events, empty, counters)
+	t.Logf("%d seeds, %d inputs, %d events, %d resets, %d loads without a plugin, %+v", seeds, seeds*steps, events, empty, alone, counters)
 }
 
 func TestEqualInputsGiveEqualActions(t *testing.T) {

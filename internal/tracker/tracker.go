@@ -48,6 +48,9 @@ type Config struct {
 	Layers     int // of the cache
 	// Overlap says that the connector loads layer by layer, and that the engine begins with the first layers.
 	Overlap bool
+	// Placed says that the host itself finds and loads what the connector has placed, also while no generation takes calls: then it
+	// is asked in place of one.
+	Placed bool
 
 	Lossy     bool // the connector may change bytes, so nothing that it loads can be verified
 	Reshape   bool // tickets are made for engines of other shapes, too
@@ -184,12 +187,13 @@ func (b *Tracker) Down(now time.Time, gen uint64) []Action {
 		delete(b.asks, id)
 	}
 	for _, id := range slices.Sorted(maps.Keys(b.plans)) {
-		b.planFailed(now, id, connector.ErrGone)
+		b.planLost(now, id, connector.ErrGone)
 	}
 	for _, id := range slices.Sorted(maps.Keys(b.finishes)) {
 		b.answerFinish(now, id, nil)
 	}
 	b.failResets(now, func(r *reset) bool { return r.started }, errNotUp)
+	b.goOnAlone(now)
 	return b.take()
 }
 
@@ -286,6 +290,7 @@ func (b *Tracker) forfeit(blocks []connector.BlockID) {
 // Broken says that no generation will come up for a while: nothing is worth waiting for.
 func (b *Tracker) Broken(now time.Time) []Action {
 	b.state = broken
+	b.forgetAnswers(now)
 	b.failIdle(now)
 	return b.take()
 }
@@ -301,13 +306,15 @@ func (b *Tracker) Close(now time.Time) []Action {
 	return b.take()
 }
 
-// failIdle gives up all that waits for a plugin.
+// failIdle gives up all that waits for a plugin. What the host is looking for by itself goes on.
 func (b *Tracker) failIdle(now time.Time) {
 	for _, o := range sorted(b.ops) {
 		b.failReady(now, o, connector.ErrGone)
 	}
 	for _, r := range sorted(b.requests) {
-		b.giveUpMatch(r)
+		if b.closed || r.match.ask == 0 {
+			b.giveUpMatch(r)
+		}
 	}
 }
 
@@ -320,7 +327,7 @@ func (b *Tracker) Tick(now time.Time) []Action {
 	for _, id := range slices.Sorted(maps.Keys(b.plans)) {
 		if !now.Before(b.plans[id].deadline) {
 			b.emit(CancelCall{ID: id})
-			b.planFailed(now, id, errPlanLate)
+			b.planLost(now, id, errPlanLate)
 		}
 	}
 	for _, r := range sorted(b.requests) {
@@ -354,7 +361,7 @@ func (b *Tracker) Pending() int { return len(b.ops) }
 // Loading counts loads that a plugin works for.
 func (b *Tracker) Loading() (n int) {
 	for _, o := range b.ops {
-		if o.kind == Load && slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) {
+		if o.kind == Load && slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running && c.gen != 0 }) {
 			n++
 		}
 	}

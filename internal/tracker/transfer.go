@@ -62,9 +62,10 @@ type op struct {
 	damage   error              // what was said of the first of them
 	retried  bool               // it has lost one generation already
 	canceled bool
-	replace  bool // loads: some of what failed is stored and cannot be used
-	lost     bool // its blocks never come back
-	guilty   bool // it made its generation miss the deadline
+	noPlan   error // why the connector makes none for it, so that the host alone may load it; nil: it made one, or makes none at all
+	replace  bool  // loads: some of what failed is stored and cannot be used
+	lost     bool  // its blocks never come back
+	guilty   bool  // it made its generation miss the deadline
 	failed   map[connector.BlockID]struct{}
 	skipped  map[connector.BlockID]struct{} // saves: the connector chose not to
 	err      error                          // the first, and damage
@@ -83,6 +84,7 @@ type call struct {
 	slots   []connector.BlockID // of landing memory, while it may touch them
 	waiting bool                // in line for slots
 	stored  bool                // all that a ticket promises of it is
+	looked  bool                // the host has tried by itself since it last was a generation's
 	layers  int                 // loads: how many are verified
 }
 
@@ -158,7 +160,7 @@ func (b *Tracker) refusal(o *op) error {
 	switch {
 	case o.kind == Load && !b.cfg.Role.Loads():
 		return errRole
-	case b.closed || b.state == broken:
+	case b.closed || b.state == broken && !b.mayLoadAlone(o):
 		return connector.ErrGone
 	case o.source != nil && b.Windowless():
 		return errWindows
@@ -211,7 +213,11 @@ func (b *Tracker) split(o *op, parts []*connector.Transfer) {
 	}
 }
 
+// startReady starts the calls that wait for nothing but a plugin. While none is up, the host tries by itself.
 func (b *Tracker) startReady(o *op) {
+	if b.state != up && b.mayLoadAlone(o) {
+		b.startAlone(o)
+	}
 	if b.landing != nil || o.source != nil {
 		b.queue(o)
 		b.startQueued()
@@ -222,13 +228,15 @@ func (b *Tracker) startReady(o *op) {
 	}
 	for _, c := range o.calls {
 		if c.state == ready {
-			b.start(c)
+			b.start(c, b.gen)
 		}
 	}
 }
 
-func (b *Tracker) start(c *call) {
-	c.state, c.id, c.gen, c.layers = running, CallID(b.id()), b.gen, 0
+// start makes a call of a generation; 0: the host's own.
+func (b *Tracker) start(c *call, gen uint64) {
+	c.state, c.id, c.gen, c.layers = running, CallID(b.id()), gen, 0
+	c.looked = gen == 0
 	b.calls[c.id] = c
 	if c.op.kind == Load && c.op.req.turn {
 		c.op.req.denied = true // it serves one load: if the request is preempted, it computes
@@ -247,7 +255,7 @@ func (b *Tracker) start(c *call) {
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
 		Check: b.check(c), Source: c.op.source, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
 	}
-	m.Overlap, m.Step = b.overlaps(c, m.Check), c.op.step
+	m.Overlap, m.Step = gen != 0 && b.overlaps(c, m.Check), c.op.step
 	if c.op.source != nil {
 		m.Window, m.Slots = int(c.slots[0]), nil
 	}
@@ -264,6 +272,10 @@ func (b *Tracker) Moved(now time.Time, id CallID, out Outcome) []Action {
 	delete(b.calls, id)
 	if out.Lost {
 		c.state = lost
+		return b.take()
+	}
+	if out.Absent {
+		b.absent(now, c)
 		return b.take()
 	}
 	o := c.op
@@ -377,7 +389,7 @@ func (b *Tracker) tickOp(now time.Time, o *op) {
 // when nothing can write them any more.
 func (b *Tracker) killLate(o *op) {
 	for _, c := range o.calls {
-		if c.state != running && c.state != lost {
+		if c.state != running && c.state != lost || c.gen == 0 {
 			continue
 		}
 		o.guilty = true

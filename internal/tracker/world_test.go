@@ -39,6 +39,9 @@ type world struct {
 	plans    map[CallID]Plan
 	moves    map[CallID]Move // started, and the plugin may still touch the blocks
 	silent   map[CallID]bool // moves whose connection is lost
+	looked   map[CallID]Ask  // that the host answers by itself
+	copied   map[CallID]Move // that it loads by itself, whatever becomes of the plugin
+	alone    int             // of those how many came
 	finishes map[CallID]Finish
 	resets   map[CallID]bool // not over; true: the plugin works on it
 	stored   map[CallID]bool // resets during which something was saved
@@ -81,10 +84,11 @@ func newWorld(t *testing.T, seed uint64) *world {
 		cfg.Slots = 1 + rng.IntN(8)
 	}
 	cfg.Can, cfg.Ranks, cfg.Role = caps, 1+rng.IntN(3), connector.Role(1+rng.IntN(3))
+	cfg.Placed = seed%2 == 0
 	return &world{
 		t: t, rng: rng, b: New(cfg), cfg: cfg, now: time.Unix(0, 0),
 		asks: map[CallID]Ask{}, plans: map[CallID]Plan{}, moves: map[CallID]Move{}, silent: map[CallID]bool{},
-		finishes: map[CallID]Finish{}, due: map[key]int{}, told: map[key]int{}, blocks: map[key][]connector.BlockID{},
+		looked: map[CallID]Ask{}, copied: map[CallID]Move{}, finishes: map[CallID]Finish{}, due: map[key]int{}, told: map[key]int{}, blocks: map[key][]connector.BlockID{},
 		holds: map[connector.HoldID]key{}, held: map[key]bool{}, later: map[connector.RequestID]bool{},
 		ended: map[connector.RequestID]bool{}, resets: map[CallID]bool{}, stored: map[CallID]bool{}, planned: map[key]bool{},
 	}
@@ -122,7 +126,10 @@ func (w *world) do(input string, actions []Action) {
 
 // act notes a call to the plugin, or the end of one.
 func (w *world) act(a Action) {
-	if gen, call := generationOf(a); call {
+	if gen, call := generationOf(a); call && gen == 0 {
+		w.actAlone(a)
+		return
+	} else if call {
 		require.True(w.t, w.live && gen == w.gen, "a call needs a living plugin")
 	}
 	switch a := a.(type) {
@@ -147,6 +154,46 @@ func (w *world) act(a Action) {
 	case Kill:
 		require.Equal(w.t, w.gen, a.Gen)
 		w.doomed = true
+	}
+}
+
+// actAlone notes what the host does without a plugin.
+func (w *world) actAlone(a Action) {
+	require.True(w.t, w.cfg.Placed, "nothing is placed")
+	switch a := a.(type) {
+	case Ask:
+		require.False(w.t, w.live, "the plugin answers")
+		w.looked[a.ID] = a
+	case Move:
+		require.Equal(w.t, Load, a.Kind)
+		require.Empty(w.t, a.Slots)
+		require.True(w.t, !w.live || w.cfg.Can&connector.CanPlan != 0, "the plugin loads")
+		w.granted(a)
+		w.copied[a.ID] = a
+	default:
+		require.Fail(w.t, "a call needs a living plugin", "%T", a)
+	}
+}
+
+// answerAlone is the host's answer to a question or a load without a plugin.
+func (w *world) answerAlone() {
+	if id, ok := pickOne(w, w.looked); ok {
+		q := w.looked[id].Query
+		delete(w.looked, id)
+		m := connector.Match{Tokens: max(0, min(16*w.rng.IntN(8), q.Tokens-q.Computed))}
+		_, actions := w.b.Found(w.now, id, m, w.rng.IntN(3) == 0, w.rng.IntN(3) == 0)
+		w.do("found", actions)
+	}
+	if id, ok := pickOne(w, w.copied); ok {
+		delete(w.copied, id)
+		out := Outcome{Absent: w.rng.IntN(2) == 0}
+		if !out.Absent && w.rng.IntN(8) == 0 {
+			out.Err = context.DeadlineExceeded
+		}
+		if !out.Absent && out.Err == nil {
+			w.alone++
+		}
+		w.do("copied", w.b.Moved(w.now, id, out))
 	}
 }
 
@@ -212,8 +259,10 @@ func (w *world) tell(e *Event) {
 		require.Equal(w.t, w.blocks[k], e.Blocks)
 		require.Subset(w.t, e.Blocks, e.Failed)
 		require.Equal(w.t, len(e.Failed) > 0, e.Err != nil)
-		for _, m := range w.moves {
-			require.False(w.t, kindOf(m) == e.Kind && overlap(m.Transfer.Blocks, e.Blocks), "call %d still touches the blocks of %v", m.ID, k)
+		for _, moves := range []map[CallID]Move{w.moves, w.copied} {
+			for _, m := range moves {
+				require.False(w.t, kindOf(m) == e.Kind && overlap(m.Transfer.Blocks, e.Blocks), "call %d still touches the blocks of %v", m.ID, k)
+			}
 		}
 	}
 	w.told[k]++
@@ -538,6 +587,7 @@ func (w *world) run(steps int) {
 			w.answerFinish()
 		case 9:
 			w.tick()
+			w.answerAlone()
 		case 10:
 			w.endHold()
 		case 12:
@@ -571,6 +621,7 @@ func (w *world) drain() {
 		if w.b.Idle() {
 			break
 		}
+		w.answerAlone()
 		if w.dead || w.doomed {
 			w.plugin()
 		}

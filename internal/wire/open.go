@@ -323,7 +323,7 @@ func InfoToProto(info *connector.Info) *kvportv1.DescribeResponse {
 		Groups: info.Groups, Scope: kvportv1.Scope(info.Scope), Lossy: info.Lossy, MatchFetches: info.MatchFetches,
 		ArenaBytes: arenaToProto(info.ArenaBytes), ArenaBlocks: arenaToProto(info.ArenaBlocks), BeyondMachine: text(info.BeyondMachine),
 		ArenaField: info.ArenaField, ArenaBlockTokens: arenaToProto(info.ArenaBlockTokens), Stats: each(info.Stats, statInfoToProto),
-		Complete: info.Complete,
+		Complete: info.Complete, UnsignedPairs: info.UnsignedPairs,
 	}
 }
 
@@ -373,7 +373,7 @@ func InfoFromProto(m *kvportv1.DescribeResponse) (connector.Info, error) {
 		Groups: m.GetGroups(), Scope: connector.Scope(m.GetScope()), Lossy: m.GetLossy(), MatchFetches: m.GetMatchFetches(),
 		ArenaBytes: int64(m.GetArenaBytes()), ArenaBlocks: int64(m.GetArenaBlocks()), ArenaField: m.GetArenaField(),
 		ArenaBlockTokens: int64(m.GetArenaBlockTokens()), Stats: stats, BeyondMachine: m.GetBeyondMachine(),
-		Complete: m.GetComplete(),
+		Complete: m.GetComplete(), UnsignedPairs: m.GetUnsignedPairs(),
 	}, err
 }
 

@@ -191,6 +191,7 @@ func TestAnswersRoundTrip(t *testing.T) {
 			ArenaField:       rapid.StringN(0, 20, 100).Draw(t, "arena field"),
 			BeyondMachine:    rapid.StringN(0, 20, 100).Draw(t, "beyond machine"),
 			ArenaBlockTokens: rapid.Int64Range(0, MaxArena).Draw(t, "arena block tokens"),
+			UnsignedPairs:    rapid.Bool().Draw(t, "unsigned pairs"),
 		}
 		info.Complete = info.Scope == connector.ScopeEngine && rapid.Bool().Draw(t, "complete")
 		for i := range rapid.IntRange(0, connector.MaxStats).Draw(t, "stats") {

@@ -1,10 +1,12 @@
 """The tests under a real SGLang, without one: what their verdicts rest on."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import calls_log  # noqa: E402
 import same  # noqa: E402
 import served  # noqa: E402
 import sglang_setup  # noqa: E402
+import trouble  # noqa: E402
 import vllm_setup  # noqa: E402
 from relay import FROM_SERVER, TO_SERVER, Relay  # noqa: E402
 from rig import Failed, Result, Rig  # noqa: E402
@@ -102,11 +105,108 @@ def test_faults_of_the_backend_count(engine):
         engine.check_calls()
 
 
-def test_no_connector_is_no_success(line, monkeypatch):
-    line.options = type("Options", (), {"connector": ""})
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_connector_is_no_success(line, monkeypatch, whole):
+    line.options = type("Options", (), {"connector": "", "all": whole})
     monkeypatch.setattr(same, "stored", lambda rig: [])
     with pytest.raises(Failed, match="no connector"):
         same.equal_cases(line)
+
+
+def test_what_others_wrote_is_planted(tmp_path):
+    """Each file of one engine gets the content of one of another's, whoever has more."""
+    folder = same.Folder(tmp_path)
+
+    def write(name, count):
+        for n in range(count):
+            path = tmp_path / "0" / f"{name}" / f"{n}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{name} {n}")
+
+    write("a", 2)
+    assert folder.wrote("one") == 2
+    write("b", 3)
+    assert (len(folder.new()), folder.wrote("other"), len(folder.new())) == (3, 3, 0)
+    folder.plant("one", "other")
+    assert [p.read_text() for p in sorted(folder.of["other"])] == ["a 0", "a 1", "a 0"]
+    folder.plant("other", "one")
+    assert [p.read_text() for p in sorted(folder.of["one"])] == ["b 0", "b 1"], "what was planted is not what they wrote"
+
+
+def test_rounds_of_kills():
+    """The full counts are those that are promised, and each kind of victim is struck amid gets and puts."""
+    line = type("Line", (), {"options": type("Options", (), {"kills": 20, "seed": 1})})
+    todo = trouble.rounds(line)
+    counts = {who: sum(victim == who for victim, _, _ in todo) for who in ("plugin", "agent")}
+    assert counts == {"plugin": 20, "agent": 3}
+    assert {(victim, kind) for victim, _, kind in todo} == {(v, k) for v in ("plugin", "agent") for k in ("get", "put")}
+    assert sum(signum == signal.SIGSTOP for _, signum, _ in todo) == 4
+    line.options.kills = 4
+    assert len(trouble.rounds(line)) == 5 and any(signum == signal.SIGSTOP for _, signum, _ in trouble.rounds(line))
+
+
+@pytest.fixture
+def case(line):
+    """A case of the line store, whose engine answers in given seconds, and what happened in order."""
+    line.notes, line.want = [], lambda prompts: [Result(ids=[1])] * len(prompts)
+    c = trouble.Case.__new__(trouble.Case)
+    c.rig, c.policy, c.alone, c.prompt, c.held = line, "timeout", 0.1, [1], True
+    c.happened, c.answers, c.calls = [], [], []
+    c.comes_back = lambda: c.happened.append("back")
+
+    class Engine:
+        def rows(self):
+            return c.calls
+
+        def run(self, prompts):
+            return [Result(ids=[1], seconds=c.answers.pop(0), cached={"storage": 0}, late=0.0)]
+
+        def flush(self):
+            c.happened.append("asked")
+
+        settle = flush
+
+    c.engine, c.trouble = Engine(), lambda: c.happened.append("trouble") or contextlib.nullcontext()
+    return c
+
+
+def test_a_try_that_shows_nothing_is_made_anew(case):
+    """Amid new trouble, once the store is back: pages that a get has hung over are hidden for a while."""
+    case.ended = lambda kind: [{}]
+    case.answers = [99.0, 1.0]
+    assert case.ask("slow", case.trouble).seconds == 1.0
+    assert case.happened == ["trouble", "asked", "asked", "back", "trouble", "asked", "asked"]
+    case.answers = [99.0, 98.0, 97.0]
+    with pytest.raises(Failed, match=r"store slow: 99\.0 of at most 13\.\d s; 98\.0 of .*; 97\.0 of"):
+        case.ask("slow", case.trouble)
+    case.ended, case.answers = (lambda kind: [] if kind == "get" else [{}]), [1.0] * 3
+    with pytest.raises(Failed, match="without get"):
+        case.ask("hung amid a get", case.trouble, ("exists", "get"))
+
+
+def test_a_store_is_back_when_pages_come(case):
+    """Under timeout also if SGLang has not waited for them; under best_effort when they are found."""
+    case.pages, done = 18, {"exists": 18, "get": 17, "put": 0}
+    case.ended = lambda kind: [{"done": done[kind]}]
+    assert not case.calls_succeed()
+    case.policy = "best_effort"
+    assert case.calls_succeed()
+    case.policy, done["get"] = "timeout", 18
+    assert case.calls_succeed()
+    case.policy = "wait_complete"
+    assert not case.calls_succeed()
+
+
+def test_a_report_is_a_row():
+    spec = importlib.util.spec_from_file_location("run_of_sglang", RUN)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert set(module.SHORT) < set(module.LINES)
+    report = {"line": "equal", "counts": {"tokens equal": 32, "longest": "1 s"}, "ok": True, "error": "", "seconds": 7}
+    report |= {"before": 0.5, "after": 1.25, "commit": "abc-dirty", "all": True}
+    assert module.row(report) == "| `equal` `--all` | 32 tokens equal; longest: 1 s | 7 | 0.5 to 1.2 | abc-dirty |"
+    report |= {"ok": False, "error": "Traceback:\n  it broke", "all": False}
+    assert module.row(report) == "| `equal` | FAILED: it broke | 7 | 0.5 to 1.2 | abc-dirty |"
 
 
 def test_lines_share_engines(line, tmp_path, monkeypatch):
@@ -186,8 +286,7 @@ def test_relay(echo):
                 client.sendall(b"1234")
                 assert client.recv(64) == b"1234" and not relay.hangs
                 client.sendall(b"567890")
-                with relay.changed:
-                    assert relay.changed.wait_for(lambda: relay.hangs, 30), direction
+                assert relay.held(30), direction
                 client.settimeout(0.2)
                 with pytest.raises(TimeoutError):
                     client.recv(64)

@@ -96,3 +96,11 @@ def test_packages_whose_tests_count_by_the_rig_are_soaked(soak):
     users = {"./" + str(path.parent.relative_to(soak.ROOT)) for path in tests if '/verify/acceptance/rig"' in path.read_text()}
     assert "./plugins/lmcache" in users
     assert users <= set(soak.soaked())
+
+
+def test_what_stays_inconclusive_is_red(soak, monkeypatch):
+    monkeypatch.setenv("KVPORT_MAY_BE_INCONCLUSIVE", "1")
+    environment = soak.environment(soak.STATE / "rev")
+    assert "KVPORT_MAY_BE_INCONCLUSIVE" not in environment
+    assert environment["KVPORT_SOAK"] == "1"
+    assert environment["KVPORT_SOAK_STATE"] == str(soak.STATE / "rev")

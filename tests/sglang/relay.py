@@ -62,6 +62,11 @@ class Relay:
         """Whether nothing is passed on now."""
         return any(n <= 0 for n in self.left.values())
 
+    def held(self, timeout):
+        """Wait until nothing is passed on; whether that has come."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.hangs, timeout)
+
     @contextlib.contextmanager
     def slow(self, seconds):
         """Have every answer begin so much later."""

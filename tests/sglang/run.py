@@ -1,9 +1,11 @@
 """Runs kvport under a real SGLang on a CPU and reports what was reached, line by line: make sglang-test.
 
-  run.py [--list] [--only LINE,...] [--seed N] [--json FILE] [--keep]
+  run.py [--all] [--list] [--only LINE,...] [--seed N] [--json FILE] [--keep]
 
-Lines run one after another, each with its own engines. SGLang's kernels have no build for CPUs: stubs/ has what is
-missing, which copies and computes nothing. What transformers answers is computed in the same run.
+Lines run one after another, each with its own engines: those of SHORT with small counts, or with --all all of them
+with full counts. SGLang's kernels have no build for CPUs: stubs/ has what is missing, which copies and computes
+nothing. What transformers answers is computed in the same run. Each report is also a row for the table of
+docs/sglang.md, with the commit and the load of the machine.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,13 +31,17 @@ LINES = {
     "damage": (same.damaged, "100 damaged pages: transformers' tokens, all counted, mended; SGLang's own backend answers wrongly"),
     "others": (same.others, "engines of another layout, page size, dtype and model on one folder: none takes another's page"),
     "weights": (same.updated, "weights changed in a running engine: its answers are those of the new ones, and no page of one is taken for the other's"),
-    "engines": (same.engines, "SGLang, vLLM and kvport's engine on one folder: none takes what another wrote"),
+    "engines": (same.engines, "SGLang, vLLM and kvport's engine on one folder: none is offered what another wrote; planted, it is refused"),
     "salts": (same.salted, "a page with one salt is not found with another"),
     "refused": (same.refused, "a mistake in the config ends the start before the model loads"),
-    "kills": (trouble.kills, "plugin killed or stopped, agent killed: SGLang serves, transformers' tokens"),
+    "kills": (trouble.kills, "plugin killed or stopped, agent killed, each amid a get or put that is held until then: SGLang serves, transformers' tokens"),
     "store": (trouble.store, "the store is away at the start, 4 s slow, hung, full, under each prefetch policy: bounded waits"),
     "time": (trouble.times, "exists, get and put of 18 and 180 pages beside SGLang's own file backend"),
 }
+
+TABLE = "| line | what it counted | seconds | load | commit |\n|---|---|---|---|---|\n"
+# Those that run without --all: one for each promise.
+SHORT = ("equal", "damage", "others", "engines", "kills", "store", "time")
 
 
 class Options:
@@ -42,7 +49,9 @@ class Options:
 
     def __init__(self, args):
         self.seed, self.keep, self.connector, self.deps, self.sglang = args.seed, args.keep, args.connector, args.vllm, args.deps
-        self.kills, self.pairs, self.scratch = args.kills, args.pairs, args.scratch
+        self.all, self.scratch, self.commit = args.all, args.scratch, commit()
+        self.policies = [p for p in args.policies.split(",") if p] or trouble.POLICIES[:len(trouble.POLICIES) if args.all else 1]
+        self.kills, self.pairs = args.kills or (20 if args.all else 4), args.pairs or (6 if args.all else 1)
         self.answers, self.shared = Answers(sys.executable, args.baseline), Shared(args.scratch)
 
 
@@ -64,23 +73,44 @@ def stand_ins():
     return {p.relative_to(HERE).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in sorted((HERE / "stubs").rglob("*.py"))}
 
 
+def commit():
+    """The commit that is tested, marked where the tree differs from it."""
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
+
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("-dirty" if git("status", "--porcelain") else "")
+
+
 def run(options, name):
     """Run one line; give its report."""
     check, promise = LINES[name]
+    before = os.getloadavg()[0]
     report = run_line(Line(options, name), name, promise, check, options.keep)
+    report.update(commit=options.commit, before=before, after=os.getloadavg()[0], all=options.all)
+    print(row(report), flush=True)
     if not report["ok"]:
         options.shared.stop()  # the next line starts its own
     return report
 
 
+def row(report):
+    """A report as a row of the table in docs/sglang.md: line, what it counted, seconds, load of the machine at its begin and end, commit."""
+    counts = "; ".join(f"{value} {what}" if isinstance(value, int) else f"{what}: {value}" for what, value in report["counts"].items())
+    counted = counts if report["ok"] else "FAILED: " + report["error"].strip().splitlines()[-1].strip()
+    name = f"`{report['line']}`" + (" `--all`" if report["all"] else "")
+    return f"| {name} | {counted} | {report['seconds']} | {report['before']:.1f} to {report['after']:.1f} | {report['commit']} |"
+
+
 def main():
     """Run all lines, or those asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="all lines with full counts")
     parser.add_argument("--list", action="store_true", help="show the lines, and run nothing")
     parser.add_argument("--only", default="", help="lines, with commas: " + ", ".join(LINES))
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and of everything random")
-    parser.add_argument("--pairs", type=int, default=6, help="turns of a timed comparison")
-    parser.add_argument("--kills", type=int, default=20, help="of the plugin")
+    parser.add_argument("--pairs", type=int, default=0, help="turns of a timed comparison; 0: 1, with --all 6")
+    parser.add_argument("--kills", type=int, default=0, help="of the plugin; 0: 4, with --all 20")
+    parser.add_argument("--policies", default="", help="of the line store; default: the first, with --all " + ", ".join(trouble.POLICIES))
     parser.add_argument("--connector", default="", help="only these, with commas")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / ".deps" / "sglang-test.json", help="file for the results")
     parser.add_argument("--deps", type=pathlib.Path, default=ROOT / ".deps" / "sglang", help="where sglang_setup.py put SGLang")
@@ -89,14 +119,16 @@ def main():
     parser.add_argument("--keep", action="store_true", help="keep the folders with logs")
     args = parser.parse_args()
     args.deps, args.vllm = args.deps.absolute(), args.vllm.absolute()
-    names = [n for n in args.only.split(",") if n] or list(LINES)
+    names = [n for n in args.only.split(",") if n] or list(LINES if args.all or args.list else SHORT)
     if unknown := [n for n in names if n not in LINES]:
         parser.error(f"no such line: {', '.join(unknown)}")
     if unknown := [c for c in args.connector.split(",") if c and c not in setups()]:
         parser.error(f"no connector of these tests: {', '.join(unknown)}; there are {', '.join(sorted(setups()))}")
+    if unknown := [p for p in args.policies.split(",") if p and p not in trouble.POLICIES]:
+        parser.error(f"no such policy: {', '.join(unknown)}")
     if args.list:
         for name in names:
-            print(f"{name}: {LINES[name][1]}")
+            print(f"{name}{'' if name in SHORT else ' (with --all)'}: {LINES[name][1]}")
         print("connectors: " + ", ".join(sorted(setups())))
         return 0
     args.scratch = tempfile.mkdtemp(prefix="kvport-sglang-")
@@ -108,6 +140,7 @@ def main():
         seconds = round(time.monotonic() - begun)
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": seconds, "stand_ins": stand_ins(), "lines": reports}, indent=1), encoding="utf-8")
     options.shared.stop()
+    print("\n" + TABLE + "\n".join(map(row, reports)))
     failed = [r["line"] for r in reports if not r["ok"]]
     print(f"\n{len(reports) - len(failed)} of {len(reports)} lines hold" + (f"; failed: {', '.join(failed)}" if failed else "") +
           f"; {seconds // 60} min {seconds % 60} s; results in {args.json}")

@@ -40,15 +40,17 @@ def ways(rig, label, engine, prompts, want):
 
 
 def equal_cases(rig):
-    """(label, setup, config, layout, more of the extra config): every connector, every layout in two processes, tensors."""
-    setups = sorted(stored(rig), key=lambda pair: not pair[0].shared)
+    """(label, setup, config, layout, more of the extra config): every connector, every layout in two processes, tensors; in short, one store of files."""
+    setups, whole = sorted(stored(rig), key=lambda pair: not pair[0].shared), rig.options.all and not rig.options.connector
+    if not rig.options.all and not rig.options.connector:
+        setups = [pair for pair in setups if typical(pair[0])]
     layouts = itertools.cycle(LAYOUTS)
     cases = [(f"{setup.label}, {layout}", setup, config, layout, {}) for (setup, config), layout in zip(setups, layouts, strict=False)]
-    for setup, config in setups:
-        if typical(setup):
+    for setup, _ in setups:
+        if typical(setup) and rig.options.all:
             cases.append((f"{setup.label}, tensors", setup, setup.fill(rig, rig.folder / "tensors"), "layer_first", {"interface_v1": 0}))
     rig.check(bool(cases), "no connector was run")
-    if not rig.options.connector:
+    if whole:
         rig.check({s.connector for s, _ in setups} == named(), f"run were {[s.connector for s, _ in setups]}, want {sorted(named())}")
         rig.check({layout for _, s, _, layout, _ in cases if s.shared} == set(LAYOUTS), "a layout was not run in two processes")
     return cases
@@ -145,20 +147,12 @@ def other_weights(rig):
 
 
 def others(rig):
-    """Engines of another layout, page size, dtype and model on the same folder find nothing, and then their own."""
+    """Engines of another layout, page size, dtype and model on the same folder find nothing, and then their own; in short, of another layout."""
     _, connector, config = storage(rig, rig.folder / "blocks")
     kept = extra(connector, config)
     prompts = [rig.prompts.cut("others", 400)]
     want = rig.want(prompts)
-    model = other_weights(rig)
-    cases = {
-        "first": ({}, want),
-        "layout": ({"layout": "page_first_direct"}, want),
-        "page size": ({"page_size": 32}, want),
-        "dtype": ({"dtype": "bfloat16"}, None),  # which transformers rounds in another order
-        "model": ({"model_path": str(model)}, rig.want(prompts, model=model)),
-    }
-    asked = set()
+    asked, cases = set(), other_engines(rig, prompts, want)
     for name, (more, answers) in cases.items():
         engine = SGLang(rig, name.replace(" ", "-"), kept, **more)
         cold = engine.run(prompts)
@@ -176,8 +170,39 @@ def others(rig):
         engine.check_calls()
         engine.leave()
         rig.count("engines on one folder, none of which took another's page")
-    rig.check(len(asked) == 2, f"SGLang's own keys differ: {len(asked)} of {len(cases)}, so this shows nothing")
+    sizes = {more.get("page_size", PAGE) for more, _ in cases.values()}
+    rig.check(len(asked) == len(sizes), f"SGLang's own keys differ: {len(asked)} of {len(cases)}, so this shows nothing")
     rig.show("different first keys that SGLang asked for", len(asked))
+    if rig.options.all:
+        one_shape(rig, prompts, want)
+
+
+def other_engines(rig, prompts, want):
+    """{name: (how it is started, what it must answer)}; in short, the first two."""
+    cases = {"first": ({}, want), "layout": ({"layout": "page_first_direct"}, want)}
+    if rig.options.all:
+        model = other_weights(rig)
+        cases |= {
+            "page size": ({"page_size": 32}, want),
+            "dtype": ({"dtype": "bfloat16"}, None),  # which transformers rounds in another order
+            "model": ({"model_path": str(model)}, rig.want(prompts, model=model)),
+        }
+    return cases
+
+
+def one_shape(rig, prompts, want):
+    """The control: with the shape left out of the fingerprint, the engine of another layout takes the pages of the first, and answers wrongly."""
+    _, connector, config = storage(rig, rig.folder / "one-shape")
+    kept, env = extra(connector, config), {"ONE_SHAPE": "1"}
+    first = SGLang(rig, "control-first", kept, env=dict(env))
+    rig.equal("the control, first", want, first.run(prompts))
+    first.leave()
+    engine = SGLang(rig, "control-layout", kept, layout="page_first_direct", env=dict(env))
+    got = engine.run(prompts)
+    rig.check(got[0].cached["storage"] == full(prompts[0]), f"without the shape no page is taken either, so this line shows nothing: {got[0].cached}")
+    rig.check(list(got[0].ids) != list(want[0].ids), "pages of another layout change no answer, so this line shows nothing")
+    rig.show("control, tokens of another layout that are taken without the shape in the fingerprint, and a wrong answer", got[0].cached["storage"])
+    engine.stop()
 
 
 def updated(rig):
@@ -213,20 +238,49 @@ def updated(rig):
     last.stop()
 
 
+def plant(targets, contents):
+    """Have the store offer what another engine wrote: put its content where a file is looked for."""
+    for path, content in zip(sorted(targets), itertools.cycle(contents)):
+        path.write_bytes(content)
+
+
+class Folder:
+    """The files of a store, and who wrote them."""
+
+    def __init__(self, path):
+        self.path, self.of, self.contents = path, {}, {}
+
+    def new(self):
+        """The files that nobody was said to have written."""
+        return set(find(self.path)) - set().union(*self.of.values())
+
+    def wrote(self, name):
+        """Say who wrote them; give their number."""
+        self.of[name] = self.new()
+        self.contents[name] = [p.read_bytes() for p in sorted(self.of[name])]
+        return len(self.of[name])
+
+    def plant(self, by, name):
+        """Put what one engine wrote where another looks for its own."""
+        plant(self.of[name], self.contents[by])
+
+
 def engines(rig):
-    """vLLM, kvport's engine and SGLang on one folder: none finds what another wrote, and each finds its own."""
+    """vLLM, kvport's engine and SGLang on one folder: none is offered what another wrote, and each finds its own.
+
+    The control: with another's content in the place of its own, each is offered that. It is refused and counted, so this would have been seen before.
+    """
     _, connector, config = storage(rig, rig.folder / "blocks")
+    folder = Folder(rig.folder / "blocks")
     ours, theirs = [rig.prompts.cut("of SGLang", 300)], [rig.prompts.cut("of the others", 300)]
     want_ours, want_theirs = rig.want(ours), rig.want(theirs)
     whole = 300 // BLOCK  # pages or blocks of a prompt
     first = SGLang(rig, "first", extra(connector, config), page_size=BLOCK)
     rig.equal("SGLang", want_ours, first.run(ours))
     first.leave()
-    written = len(find(rig.folder / "blocks"))
-    rig.check(written >= whole, f"SGLang wrote {written} pages, want {whole}")
-    by_vllm = by_the_vllm(rig, connector, config, ours + theirs, want_ours + want_theirs) - written
-    rig.check(by_vllm >= 2 * whole, f"vLLM wrote {by_vllm} blocks, want {2 * whole}")
-    by_serve = by_kvport_serve(rig, connector, config, ours + theirs, written + by_vllm + 2 * whole) - written - by_vllm
+    rig.check((n := folder.wrote("SGLang")) >= whole, f"SGLang wrote {n} pages, want {whole}")
+    by_the_vllm(rig, connector, config, ours + theirs, want_ours + want_theirs, folder)
+    by_kvport_serve(rig, connector, config, ours + theirs, folder)
     last = SGLang(rig, "last", extra(connector, config), page_size=BLOCK)
     got = last.run(theirs)
     rig.equal("SGLang afterwards", want_theirs, got)
@@ -234,28 +288,48 @@ def engines(rig):
     got = last.run(ours)
     rig.equal("SGLang afterwards", want_ours, got)
     check_cached(rig, "SGLang's own pages", got, ours, "storage", BLOCK)
+    failed = "kvport_sglang_get_failed_pages_total"
+    rig.check((n := last.number(failed)) == 0, f"SGLang was offered {n} pages of others")
+    last.flush()
+    folder.plant("vLLM", "SGLang")
+    got = last.run(ours)
+    rig.equal("SGLang, vLLM's blocks in the place of its pages", want_ours, got)
+    rig.check(got[0].cached["storage"] == 0, f"SGLang took vLLM's blocks: {got[0].cached}")
+    rig.check((n := last.number(failed)) > 0, "SGLang was not offered vLLM's blocks, so this shows nothing")
+    rig.show("control, pages that SGLang was offered and that were refused", n)
     last.check_calls()
     last.stop()
-    rig.show("blocks in one folder, by SGLang, vLLM and kvport's engine", [written, by_vllm, by_serve])
+    rig.show("blocks in one folder, by SGLang, vLLM and kvport's engine", [len(folder.of[name]) for name in ("SGLang", "vLLM", "kvport")])
 
 
-def by_the_vllm(rig, connector, config, prompts, want):
-    """Run prompts on vLLM, which must find nothing of another's, and then its own; how many files there are then."""
+def by_the_vllm(rig, connector, config, prompts, want, folder):
+    """Run prompts on vLLM, which must be offered nothing of another's, and then find its own; then another's in the place of its own."""
+    def failed():
+        return vllm.log.read_text(encoding="utf-8", errors="replace").count("could not be loaded")
+
     vllm = VLLM(rig, "vllm", kv=kvport(connector, config), engine={"block_size": BLOCK})
     rig.equal("vLLM", want, [vllm.run(p, TOKENS) for p in prompts])
     rig.check(vllm.external() == 0, f"vLLM took {vllm.external()} tokens of SGLang's")
     vllm.settle(rig.prompts.cut("nudge", 20))
-    files = len(find(rig.folder / "blocks"))
+    least = sum(len(p) // BLOCK for p in prompts)
+    rig.check((n := folder.wrote("vLLM")) >= least, f"vLLM wrote {n} blocks, want {least}")
     vllm.reset()
     rig.equal("vLLM again", want, [vllm.run(p, TOKENS) for p in prompts])
     rig.check(vllm.external() > 0, "vLLM does not find its own blocks either, so this shows nothing")
     rig.show("tokens of its own that vLLM found", vllm.external())
+    rig.check((n := failed()) == 0, f"{n} loads of vLLM failed: it was offered what others wrote")
+    vllm.reset()
+    folder.plant("SGLang", "vLLM")
+    rig.equal("vLLM, SGLang's pages in the place of its blocks", want, [vllm.run(p, TOKENS) for p in prompts])
+    rig.check((n := failed()) > 0, "vLLM was not offered SGLang's pages, so this shows nothing")
+    rig.show("control, loads of SGLang's pages by vLLM that were refused", n)
+    vllm.settle(rig.prompts.cut("nudge", 20))
     vllm.stop()
-    return files
+    folder.of["vLLM"] |= folder.new()  # nudges
 
 
-def by_kvport_serve(rig, connector, config, prompts, least):
-    """Ask kvport's engine, which must find nothing of another's; wait for so many files, and give their number."""
+def by_kvport_serve(rig, connector, config, prompts, folder):
+    """The same with kvport's engine."""
     inner = json.dumps({"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": config})
 
     def start(name):
@@ -263,22 +337,35 @@ def by_kvport_serve(rig, connector, config, prompts, least):
         return Server(rig, name, [str(ROOT / "bin" / "kvport"), "serve", "--model", str(rig.gguf), "--served-model-name", "m", "--dtype", "f32", "--port",
                                   str(port), "--num-blocks", "256", "--block-size", str(BLOCK), "--kv-transfer-config", inner], port)
 
-    def cached(engine, prompt):
+    def ask(engine, prompt):
         status, answer = engine.complete(prompt, 8)
         rig.check(status == 200, f"kvport's engine answered {status}: {answer}")
-        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    own = start("serve")
+    def failed(engine):
+        return int(engine.counter("kvport_failed_loads_total"))
+
+    own, cold = start("serve"), []
     for prompt in prompts:
-        rig.check((n := cached(own, prompt)) == 0, f"kvport's engine took {n} tokens of others")
-    rig.until(lambda: len(find(rig.folder / "blocks")) >= least, f"{least} files once kvport's engine has stored its blocks")
+        text, cached = ask(own, prompt)
+        rig.check(cached == 0, f"kvport's engine took {cached} tokens of others")
+        cold.append(text)
+    rig.check((n := failed(own)) == 0, f"{n} loads of kvport's engine failed: it was offered what others wrote")
+    least = sum(len(p) // BLOCK for p in prompts)
+    rig.until(lambda: len(folder.new()) >= least, f"{least} files once kvport's engine has stored its blocks")
     own.stop()
-    files = len(find(rig.folder / "blocks"))
+    folder.wrote("kvport")
     own = start("serve-again")
-    rig.check((n := cached(own, prompts[0])) > 0, "kvport's engine does not find its own blocks either, so this shows nothing")
-    rig.show("tokens of its own that kvport's engine found", n)
+    _, cached = ask(own, prompts[0])
+    rig.check(cached > 0, "kvport's engine does not find its own blocks either, so this shows nothing")
+    rig.show("tokens of its own that kvport's engine found", cached)
+    folder.plant("SGLang", "kvport")
+    text, cached = ask(own, prompts[1])
+    rig.check(text == cold[1] and cached == 0, f"kvport's engine took {cached} tokens of SGLang's: {text!r} is not {cold[1]!r}")
+    rig.check((n := failed(own)) > 0, "kvport's engine was not offered SGLang's pages, so this shows nothing")
+    rig.show("control, loads of SGLang's pages by kvport's engine that were refused", n)
     own.stop()
-    return files
+    folder.of["kvport"] |= folder.new()  # what it stored again
 
 
 def salted(rig):

@@ -20,7 +20,7 @@ import (
 )
 
 // TestAuto: what `kvport conform --profile auto` chooses for each plugin and example is what its fixture claims, which `make conform` runs;
-// so auto promises nothing that is not kept, and accuses nobody. Only authors know about three profiles, which it never chooses, and ageing takes too long for it.
+// so auto promises nothing that is not kept, and accuses nobody. Only authors know about three profiles, which it never chooses, and `ageing` takes up to a minute and writes 100,000 blocks.
 func TestAuto(t *testing.T) {
 	if testing.Short() {
 		t.Skip("builds the examples and starts every plugin: left out with -short, which the race stage uses")

@@ -1,8 +1,6 @@
 package acceptance
 
 import (
-	"context"
-	"encoding/json"
 	"flag"
 	"fmt"
 	"os"
@@ -14,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance/mutants"
-	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
 	"github.com/kvport/kvport/verify/acceptance/rig"
 	"github.com/kvport/kvport/verify/cluster"
@@ -39,29 +36,13 @@ func TestMain(m *testing.M) {
 		if all := mutants.All(); err == nil && n < len(all) {
 			plugin := all[n].Plugin()
 			if prefix == plainBinary {
-				plugin = plain(plugin)
+				plugin = mutants.Plain(plugin)
 			}
 			sdk.Serve(plugin)
 		}
 		os.Exit(2)
 	}
 	os.Exit(m.Run())
-}
-
-// plain hides a connector's optional powers.
-func plain(p connector.Plugin) connector.Plugin {
-	describe, scheduler := p.Describe, p.Scheduler
-	p.Capabilities = 0
-	p.Describe = func(ctx context.Context, config json.RawMessage) (connector.Info, error) {
-		info, err := describe(ctx, config)
-		info.Capabilities = 0
-		return info, err
-	}
-	p.Scheduler = func(ctx context.Context, env connector.Env, config json.RawMessage) (connector.Scheduler, error) {
-		s, err := scheduler(ctx, env, config)
-		return struct{ connector.Scheduler }{s}, err
-	}
-	return p
 }
 
 // trusted are the cases whose breach the engine does not survive at trust level in-place: the plugin

@@ -383,11 +383,21 @@ func otherSalts(ctx context.Context, r *rig, open bool) (string, error) {
 
 // tenants starts an engine for two tenants, the second with further flags of kvport keys api add.
 func (r *rig) tenants(ctx context.Context, flags ...string) (p *cluster.Process, victim, curious string, err error) {
-	folder, err := r.folder()
+	file, victim, curious, err := r.clients(ctx, flags...)
 	if err != nil {
 		return nil, "", "", err
 	}
-	file := filepath.Join(folder, "keys")
+	p, err = r.serve(ctx, sim, "", "--api-key-file", file)
+	return p, victim, curious, err
+}
+
+// clients makes the keys of two clients; flags are for the second.
+func (r *rig) clients(ctx context.Context, flags ...string) (file, victim, curious string, err error) {
+	folder, err := r.folder()
+	if err != nil {
+		return "", "", "", err
+	}
+	file = filepath.Join(folder, "keys")
 	add := func(name string, flags ...string) (key string, err error) {
 		out, code, err := r.ends(ctx, append([]string{"keys", "api", "add", "--file", file, name}, flags...)...)
 		if err == nil && code != 0 {
@@ -395,14 +405,10 @@ func (r *rig) tenants(ctx context.Context, flags ...string) (p *cluster.Process,
 		}
 		return strings.TrimSpace(out), err
 	}
-	if victim, err = add("victim"); err != nil {
-		return nil, "", "", err
+	if victim, err = add("victim"); err == nil {
+		curious, err = add("curious", flags...)
 	}
-	if curious, err = add("curious", flags...); err != nil {
-		return nil, "", "", err
-	}
-	p, err = r.serve(ctx, sim, "", "--api-key-file", file)
-	return p, victim, curious, err
+	return file, victim, curious, err
 }
 
 func otherTenant(ctx context.Context, r *rig, open bool) (string, error) {

@@ -49,7 +49,7 @@ func (s *skipped) Error() string { return s.why }
 
 // table is every probe.
 func table() []probe {
-	return slices.Concat(httpProbes(), accessProbes(), loadProbes(), routerProbes(), ticketProbes(), strangerProbes(), storeProbes(), serverProbes(),
+	return slices.Concat(httpProbes(), accessProbes(), loadProbes(), routerProbes(), pairProbes(), ticketProbes(), strangerProbes(), storeProbes(), serverProbes(),
 		modelProbes(), faultProbes(), pluginProbes(), hostProbes())
 }
 

@@ -40,6 +40,7 @@ type host struct {
 	slots   [][]*move                    // by rank and landing slot: the call that it was given to last
 	windows [windows]*move               // of memory for source blocks: the same
 	offers  offers
+	own     own
 	groups  []connector.Group
 	unread  map[connector.BlockKey]int // blocks that the next save replaces, by when they were found
 	found   int                        // blocks of loads so far
@@ -111,7 +112,7 @@ func (h *host) do(actions []tracker.Action) {
 		case tracker.Tell:
 			h.tell(&a.Event)
 		case tracker.Ask:
-			h.send(&job{ask: &a, id: a.ID})
+			h.ask(&a)
 		case tracker.Plan:
 			h.w.stats.Plans++
 			h.send(&job{plan: &a, id: a.ID, deadline: a.Deadline})
@@ -138,6 +139,14 @@ func (h *host) do(actions []tracker.Action) {
 	}
 }
 
+func (h *host) ask(a *tracker.Ask) {
+	if a.Gen == 0 {
+		h.askAlone(a)
+		return
+	}
+	h.send(&job{ask: a, id: a.ID})
+}
+
 func (h *host) send(j *job) {
 	h.w.mix('j', uint64(j.id))
 	if h.proc != nil {
@@ -148,6 +157,10 @@ func (h *host) send(j *job) {
 func (h *host) start(a *tracker.Move) {
 	h.w.mix('m', uint64(a.ID), uint64(a.Rank))
 	m := &move{Move: *a, grant: h.grantOf(a)}
+	if a.Gen == 0 {
+		h.loadAlone(m)
+		return
+	}
 	if h.proc == nil {
 		h.w.fail('c', "%s starts a %s without a plugin", h.e.name, a.Kind)
 		return
@@ -196,7 +209,7 @@ func (h *host) grantOf(a *tracker.Move) *grant {
 }
 
 func (h *host) cancel(id tracker.CallID) {
-	if h.proc == nil {
+	if h.cancelAlone(id) || h.proc == nil {
 		return
 	}
 	for _, m := range h.proc.moves {
@@ -491,6 +504,9 @@ func (h *host) match(q connector.Query, signed []byte, fast bool) connector.Matc
 	}
 	wait, actions := h.tracker.Query(h.w.now, q)
 	h.do(actions)
+	if wait && fast {
+		h.answerAskAlone(q.Request)
+	}
 	if wait && fast && h.proc != nil {
 		h.proc.answerAsk(q.Request)
 	}

@@ -88,6 +88,7 @@ const (
 	OverlapRetried
 	OverlapEndUnchecked
 	OverlapLayerEarly
+	AloneUnchecked
 	mutants
 )
 
@@ -163,7 +164,7 @@ func Mutants() []MutantInfo {
 		{ChildFreedOnCancel, "child-freed-on-cancel", "a cancelled call of a child returns at once, though the child still writes", "rule WORK-04"},
 		{ChildTicketsMixed, "child-tickets-mixed", "children are known by their place, so that another order at the other end mixes up their tickets", "rule MULTI-07"},
 		{ChildHoldConsumed, "child-hold-consumed", "a hold that ends with a child's process counts as consumed", "rule MULTI-07"},
-	}, slices.Concat(taintMutants(), foreignMutants(), overlapMutants())...)
+	}, slices.Concat(taintMutants(), foreignMutants(), overlapMutants(), aloneMutants())...)
 }
 
 func (w *World) is(m Mutant) bool { return w.opt.Mutant == m }

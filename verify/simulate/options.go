@@ -39,6 +39,7 @@ type Options struct {
 	Queries   bool // engines are asked what they have of every prompt that they get; with Turns the answers have tickets
 	Stale     bool // prefill engines start again more often, and routers hand out tickets of their former lives
 	Overlap   bool // what is loaded comes layer by layer, and the engine computes with the first ones; not with Slots, Lossy and Children
+	Placed    bool // the host finds and loads by itself what the store has, while no plugin is up; with ThroughStore, not with Children
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
 	BlockTokens, Blocks, Groups, Ranks int
@@ -91,6 +92,7 @@ func draw(seed uint64) Options {
 	o.Queries = r.IntN(3) == 0
 	o.Stale = o.Prefills > 0 && o.Rough > 0 && r.IntN(3) == 0
 	o.Overlap = r.IntN(5) > 0 && o.Medium != NoConnector && o.Slots == 0 && !o.Lossy && !o.Children
+	o.Placed = r.IntN(3) > 0 && o.Medium == ThroughStore && !o.Children
 	return o
 }
 
@@ -149,6 +151,8 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Layers
 	case OverlapOneRank:
 		return o.Overlap && o.Ranks > 1
+	case AloneUnchecked:
+		return o.Placed
 	case OverlapUnchecked, OverlapRetried, OverlapEndUnchecked, OverlapLayerEarly:
 		return o.Overlap
 	default:
@@ -160,7 +164,7 @@ func (o *Options) shows(m Mutant) bool {
 func (h *host) trackerConfig() tracker.Config {
 	o := &h.w.opt
 	c := tracker.Config{
-		Ranks: o.Ranks, Role: h.role, Overlap: o.Overlap && h.role.Loads(), Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Windows: windows, Addresses: h.e.sched.Addresses, Lossy: o.Lossy,
+		Ranks: o.Ranks, Role: h.role, Overlap: o.Overlap && h.role.Loads(), Placed: o.Placed, Can: h.can, Slots: o.Slots, Layers: layers, Reshape: o.OtherTokens > 0, Windows: windows, Addresses: h.e.sched.Addresses, Lossy: o.Lossy,
 		Later: 2 * time.Second, Fresh: 250 * time.Millisecond, Transfer: 5 * time.Second, TransferPerGiB: time.Second,
 		Save: 30 * time.Second, Plan: 2 * time.Second, Finish: 5 * time.Second, Grace: 500 * time.Millisecond,
 		Hold: 30 * time.Second, HoldMax: holdMax,

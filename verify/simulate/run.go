@@ -134,6 +134,7 @@ func (h *host) apply(op Op, d *rng) {
 		return
 	}
 	h.haunt(d)
+	h.applyAlone(op, d)
 	p := h.proc
 	if p == nil {
 		return
@@ -158,6 +159,13 @@ func (h *host) apply(op Op, d *rng) {
 			p.crash()
 		}
 	default:
+	}
+}
+
+// applyAlone does a piece of the host's own work where a step is one of work or of an answer.
+func (h *host) applyAlone(op Op, d *rng) {
+	if op.Kind == opWork || op.Kind == opAnswer {
+		h.workAlone(d)
 	}
 }
 
@@ -227,7 +235,9 @@ func (w *World) round(n int) (busy bool) {
 	}
 	for _, e := range w.engines {
 		if h := e.host; h != nil {
-			busy = busy || len(h.queue) > 0
+			busy = busy || len(h.queue) > 0 || h.own.busy()
+			for h.workAlone(&d) {
+			}
 			h.workOff(&d)
 		}
 		busy = e.turn(1000, n%3) || busy

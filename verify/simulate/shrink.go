@@ -93,6 +93,7 @@ func (m *Minimal) simplify() {
 		func(o *Options) { o.Lossy = false },
 		func(o *Options) { o.Layers = false },
 		func(o *Options) { o.Overlap = false },
+		func(o *Options) { o.Placed = false },
 		func(o *Options) { o.Children = false },
 		func(o *Options) { o.Tells = false },
 		func(o *Options) { o.Fetches = false },

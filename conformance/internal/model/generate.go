@@ -17,6 +17,7 @@ type Options struct {
 	Twice   bool  // a key comes twice in one transfer
 	Room    int64 // bytes of blocks that the store can keep
 	Most    int   // keys of one batch
+	Block   int64 // bytes of a block, digests included; 0: up to 4 MiB
 }
 
 // The limits of histories.
@@ -134,6 +135,10 @@ func (g *generator) group(n int) Group {
 	}
 	if n > 0 && g.chance(2, 3) {
 		group.Trailing = 1 + g.IntN(4)
+	}
+	if g.o.Block > 0 { // half of it is for digests
+		group.Bytes = min(group.Bytes, g.o.Block/2)
+		group.Segments = min(group.Segments, int(g.o.Block/64))
 	}
 	group.Segments = min(group.Segments, max(1, int(group.Bytes/16)))
 	return group

@@ -328,3 +328,24 @@ func TestBoundedJudge(t *testing.T) {
 		require.Equal(t, c.want, v.Rule, what)
 	}
 }
+
+// A store of slots gets no block that is larger than they are.
+func TestBlocksFitIntoSlots(t *testing.T) {
+	for _, block := range []int64{128, 4 << 10} {
+		for seed := range uint64(20) {
+			for n := range Tour {
+				h := Generate(seed, n, Options{Twice: true, Room: 2 << 20, Most: 256, Block: block})
+				require.LessOrEqual(t, h.Shape.blockBytes(), block)
+				saved := map[Key]bool{}
+				h.each(func(c *Call) {
+					if c.Kind == Save {
+						for _, k := range c.Keys {
+							saved[k] = true
+						}
+					}
+				})
+				require.LessOrEqual(t, len(saved), 1024)
+			}
+		}
+	}
+}

@@ -651,6 +651,7 @@ type DescribeResponse struct {
 	MatchFetches     bool                   `protobuf:"varint,13,opt,name=match_fetches,json=matchFetches,proto3" json:"match_fetches,omitempty"`               // a match has what it asks for sent, whether or not it is loaded then
 	BeyondMachine    string                 `protobuf:"bytes,14,opt,name=beyond_machine,json=beyondMachine,proto3" json:"beyond_machine,omitempty"`             // what in the config says that other machines see the blocks, for messages; empty: nothing does
 	Complete         bool                   `protobuf:"varint,15,opt,name=complete,proto3" json:"complete,omitempty"`                                           // with this config what lies in no slot that was named is stored nowhere, so the host answers queries itself
+	UnsignedPairs    bool                   `protobuf:"varint,16,opt,name=unsigned_pairs,json=unsignedPairs,proto3" json:"unsigned_pairs,omitempty"`            // with this config request ids that name two engines count without a signature
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -786,6 +787,13 @@ func (x *DescribeResponse) GetBeyondMachine() string {
 func (x *DescribeResponse) GetComplete() bool {
 	if x != nil {
 		return x.Complete
+	}
+	return false
+}
+
+func (x *DescribeResponse) GetUnsignedPairs() bool {
+	if x != nil {
+		return x.UnsignedPairs
 	}
 	return false
 }
@@ -3920,7 +3928,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
 	"\x06blocks\x18\x03 \x03(\x05R\x06blocks\")\n" +
 	"\x0fDescribeRequest\x12\x16\n" +
-	"\x06config\x18\x01 \x01(\fR\x06config\"\x9f\x04\n" +
+	"\x06config\x18\x01 \x01(\fR\x06config\"\xc6\x04\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05error\x18\x01 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x129\n" +
@@ -3939,7 +3947,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x12arena_block_tokens\x18\f \x01(\x04R\x10arenaBlockTokens\x12#\n" +
 	"\rmatch_fetches\x18\r \x01(\bR\fmatchFetches\x12%\n" +
 	"\x0ebeyond_machine\x18\x0e \x01(\tR\rbeyondMachine\x12\x1a\n" +
-	"\bcomplete\x18\x0f \x01(\bR\bcomplete\"s\n" +
+	"\bcomplete\x18\x0f \x01(\bR\bcomplete\x12%\n" +
+	"\x0eunsigned_pairs\x18\x10 \x01(\bR\runsignedPairs\"s\n" +
 	"\bStatInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04help\x18\x02 \x01(\tR\x04help\x12'\n" +

@@ -13,61 +13,28 @@ import (
 	"github.com/kvport/kvport/pipe"
 )
 
-// maxProducers limits the producers that are remembered: a producer that restarts has a new address.
-const maxProducers = 256
-
 // producer is another engine's plugin from which blocks are fetched.
 type producer struct {
 	store   *Store
 	address string
 	queue   chan *message
-	stop    chan struct{} // closed when the producer is forgotten
+	ctx     context.Context //nolint:containedctx // ends when the producer is forgotten
+	cancel  context.CancelFunc
 
-	mu     sync.Mutex
-	asked  map[connector.StoreKey]asking
-	failed time.Time // of the last link
-	quiet  time.Time // when it was first asked for something after its last message; zero if no answer is due
+	mu        sync.Mutex
+	asked     map[connector.StoreKey]asking
+	failed    time.Time // of the last link
+	quiet     time.Time // when it was first asked for something after its last message; zero if no answer is due
+	used      uint64    // Store.uses when somebody last wanted something of it
+	met       bool      // there was a link: it has the key
+	dealing   bool      // a message is being sent, or the link for it is being made
+	forgotten bool      // nothing is sent any more
 }
 
 // asking is what is known about a block that was asked for and has not arrived.
 type asking struct {
 	at   time.Time // when it was asked for, or when it was reported gone
 	gone bool
-}
-
-// producer finds or makes the client of one address; nil when there are too many or the store closes.
-func (s *Store) producer(address string) *producer {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	p := s.producers[address]
-	if p != nil || s.ctx.Err() != nil {
-		return p
-	}
-	if len(s.producers) >= maxProducers {
-		s.forgetProducer()
-	}
-	if len(s.producers) >= maxProducers {
-		s.log.Warn("too many producers are in use, so another one is not asked", "address", address, "limit", maxProducers)
-		return nil
-	}
-	p = &producer{store: s, address: address, queue: make(chan *message, askQueue), stop: make(chan struct{}), asked: map[connector.StoreKey]asking{}}
-	s.producers[address] = p
-	s.tasks.Go(p.run)
-	return p
-}
-
-// forgetProducer forgets one producer whose link has failed. The caller holds mu.
-func (s *Store) forgetProducer() {
-	for address, p := range s.producers {
-		p.mu.Lock()
-		idle := !p.failed.IsZero() && len(p.asked) == 0
-		p.mu.Unlock()
-		if idle && len(p.queue) == 0 {
-			delete(s.producers, address)
-			close(p.stop)
-			return
-		}
-	}
 }
 
 // ask asks for blocks that nobody has asked for yet. It reports whether some are on their way, and which
@@ -97,8 +64,8 @@ func (p *producer) ask(keys []connector.StoreKey) (waits bool, gone []connector.
 	}
 	for len(want) > 0 {
 		n := min(len(want), maxWant)
-		if !p.enqueue(&message{kind: kindWant, keys: want[:n]}) {
-			return true, gone // too many requests wait already: ask again
+		if !p.put(&message{kind: kindWant, keys: want[:n]}) {
+			return true, gone // too many requests wait already, or it was just forgotten: ask again
 		}
 		for _, k := range want[:n] {
 			p.asked[k] = asking{at: now}
@@ -142,7 +109,18 @@ func (p *producer) forget(now time.Time) {
 	}
 }
 
+// enqueue has a message sent. It is false where that cannot be.
 func (p *producer) enqueue(m *message) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.put(m)
+}
+
+// put is enqueue for a caller that holds mu.
+func (p *producer) put(m *message) bool {
+	if p.forgotten {
+		return false
+	}
 	select {
 	case p.queue <- m:
 		return true
@@ -155,9 +133,11 @@ func (p *producer) enqueue(m *message) bool {
 func (p *producer) run() {
 	var link *producerLink
 	defer func() {
+		p.cancel()
 		if link != nil {
 			link.close()
 		}
+		p.drop()
 	}()
 	tick := time.NewTicker(p.store.peers.Patience / 4)
 	defer tick.Stop()
@@ -171,11 +151,11 @@ func (p *producer) run() {
 		case m = <-p.queue:
 		case <-lost:
 		case <-tick.C:
-			link = p.cutDeaf(link)
+			if link = p.cutDeaf(link); link == nil {
+				p.store.forgetDead(p)
+			}
 			continue
-		case <-p.stop:
-			return
-		case <-p.store.ctx.Done():
+		case <-p.ctx.Done():
 			return
 		}
 		if link != nil && (m == nil || link.over()) {
@@ -191,14 +171,40 @@ func (p *producer) run() {
 
 // deal sends the queued messages, unless the peer has just failed, and returns the link if it still works.
 func (p *producer) deal(link *producerLink, m *message) *producerLink {
+	p.setDealing(true)
+	defer p.setDealing(false)
 	defer m.over()
 	if !p.justFailed() {
 		return p.tell(link, m)
 	}
+	p.unsent(m)
+	return link
+}
+
+func (p *producer) setDealing(is bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.dealing = is
+}
+
+// unsent counts the blocks of a message that is not sent.
+func (p *producer) unsent(m *message) {
 	if m.kind == kindPush {
 		p.store.counts.pushFailed.Add(int64(len(m.keys)))
 	}
-	return link
+}
+
+// drop ends the messages of a producer that is forgotten, so that nobody waits for them.
+func (p *producer) drop() {
+	for {
+		select {
+		case m := <-p.queue:
+			p.unsent(m)
+			m.over()
+		default:
+			return
+		}
+	}
 }
 
 // cutDeaf closes a link on which the peer does not answer.
@@ -247,9 +253,8 @@ func (p *producer) tell(link *producerLink, m *message) *producerLink {
 		link, err = p.dial()
 	}
 	switch {
-	case err != nil && m.kind == kindPush:
-		p.store.counts.pushFailed.Add(int64(len(m.keys)))
 	case err != nil:
+		p.unsent(m)
 	case m.kind == kindPush:
 		err = p.pushAll(link, m)
 	default:
@@ -278,7 +283,7 @@ func (p *producer) justFailed() bool {
 
 // lost records that none of the blocks that were asked for will come.
 func (p *producer) lost(err error) {
-	if p.store.ctx.Err() != nil {
+	if p.ctx.Err() != nil {
 		return
 	}
 	now := time.Now()
@@ -291,7 +296,9 @@ func (p *producer) lost(err error) {
 		}
 	}
 	if p.failed.IsZero() || now.Sub(p.failed) > time.Minute { // a failure that repeats is not logged each time
-		p.store.log.Warn("a producer cannot be reached, so its blocks are computed", "address", p.address, "error", err)
+		if held, due := p.store.unreachable.due(now); due {
+			p.store.log.Warn("a producer cannot be reached, so its blocks are computed", "address", p.address, "error", err, "held_back", held)
+		}
 	}
 	p.failed = now
 }
@@ -318,7 +325,7 @@ func (l *producerLink) close() {
 }
 
 func (p *producer) dial() (*producerLink, error) {
-	ctx, cancel := context.WithTimeout(p.store.ctx, p.store.peers.Wait)
+	ctx, cancel := context.WithTimeout(p.ctx, p.store.peers.Wait)
 	defer cancel()
 	var link pipe.Link
 	err := wire.Guard(p.store.log, "dial", func() (err error) {
@@ -328,6 +335,7 @@ func (p *producer) dial() (*producerLink, error) {
 	if err != nil {
 		return nil, err
 	}
+	p.store.meet(p)
 	l := &producerLink{Link: link, done: make(chan struct{})}
 	p.store.tasks.Go(func() {
 		defer close(l.done)

@@ -44,8 +44,11 @@ type Store struct {
 	cancel context.CancelFunc
 	tasks  sync.WaitGroup
 
+	unreachable, crowded seldom // warnings
+
 	mu        sync.Mutex
 	producers map[string]*producer
+	uses      uint64                     // of producers
 	links     map[*consumerLink]struct{} // accepted and open
 }
 

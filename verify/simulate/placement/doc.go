@@ -1,5 +1,5 @@
 // Package placement plays the protocol of docs/spec/placement.md: readers and writers of a host, the lane of a plugin, its
-// deaths and next lives, promotions, evictions, replacements, resets and lies.
+// deaths and next lives, between which the host reads on, promotions, evictions, replacements, resets and lies.
 //
 // Both ends are the code of internal/place, as it is. Each actor is a coroutine that stops before every access of shared
 // memory, so that a seed, or a search, decides who goes on. The bytes of a block are two tags that say what was written:

@@ -15,6 +15,8 @@ type scene struct {
 	plugin *place.Plugin
 	actors []*actor
 	atEnd  func()
+
+	accepted, discarded bool // what was copied
 }
 
 // choice is what happens next: an actor goes on, or the oldest store in its buffer is seen by all.
@@ -212,7 +214,12 @@ func (s *scene) copy(ref place.Ref) {
 	s.copying[ref.Slot]++
 	first, second := s.readTag(ref.Slot, 0), s.readTag(ref.Slot, 1)
 	s.copying[ref.Slot]--
-	if pin.Release(0) == nil && (first != 1 || second != 1) {
+	if gone := pin.Release(0); gone != nil && s.mutant != NoSecondLook {
+		s.discarded = true
+		return
+	}
+	s.accepted = true
+	if first != 1 || second != 1 {
 		s.fail("wrong bytes: %d and %d", first, second)
 	}
 }

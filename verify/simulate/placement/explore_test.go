@@ -28,6 +28,29 @@ func TestPinAndRetire(t *testing.T) {
 	}
 }
 
+// TestBetweenLives plays every order of a host that copies a block of a plugin that has died, and of the next life, which gives the
+// slot another use (rule PLACE-28).
+func TestBetweenLives(t *testing.T) {
+	accepted, discarded := 0, 0
+	orders, err := explore(betweenLives(Sound, func(a, d bool) {
+		if a {
+			accepted++
+		}
+		if d {
+			discarded++
+		}
+	}))
+	require.NoError(t, err)
+	t.Logf("%d orders: %d copies count, %d do not", orders, accepted, discarded)
+	require.Positive(t, accepted)
+	require.Positive(t, discarded)
+	for _, m := range []Mutant{NoSecondLook, NoGeneration, LifeStartsOver} {
+		_, err := explore(betweenLives(m, func(bool, bool) {}))
+		require.Error(t, err, m.String())
+		t.Log(m, err)
+	}
+}
+
 // TestLendAndSweep plays every order of a host that writes and of a next life that takes the arena over.
 func TestLendAndSweep(t *testing.T) {
 	for halves := range 3 {

@@ -171,7 +171,7 @@ func (v *view) Store(at int64, value uint64) {
 	retires := v.plugin && v.isWord(at) && w.State() == place.Retired
 	switch {
 	case retires && v.s.mutant == RetireSkipped:
-	case retires && v.s.mutant == RetireAfterLook:
+	case retires && v.s.mutant == RetireAfterLook && v.s.current != nil:
 		v.s.current.held = append(v.s.current.held, func() { v.store(at, value) })
 	default:
 		v.store(at, value)

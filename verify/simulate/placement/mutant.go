@@ -25,6 +25,8 @@ const (
 	ResetUntold                     // the plugin is told about a reset, and the host's index stays
 	ReplaceInPlace                  // a damaged block is written over where it is
 	ReturnForgotten                 // a save that failed is not returned
+	IndexDropped                    // the host forgets what is resident when the next life opens
+	LifeStartsOver                  // the next life lays the arena out again, and counts generations from the start
 	mutants
 )
 
@@ -38,5 +40,6 @@ func (m Mutant) String() string {
 		"sound", "look-before-pin", "retire-after-look", "retire-skipped", "pins-ignored", "pins-forgotten", "no-second-look",
 		"no-generation", "hit-unchecked", "ack-before-ready", "rank-alone", "ready-before-bytes", "fill-before-bytes",
 		"adopt-unchecked", "lent-twice-accepted", "no-barrier", "no-fence", "reset-untold", "replace-in-place", "return-forgotten",
+		"index-dropped", "life-starts-over",
 	}[m]
 }

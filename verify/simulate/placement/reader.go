@@ -78,6 +78,12 @@ func (w *world) readPart(c claim, part int, r place.Ref) bool {
 	return true
 }
 
+// between says that no life of the plugin is open.
+func (w *world) between() bool { return w.lane == nil || w.lane.p == nil }
+
+// outlived says that the time of a save is over, so that an older one may be what is left, as from a tier below.
+func (w *world) outlived(ack acked) bool { return ack.expires != 0 && ack.expires <= w.now }
+
 // accept checks what a reader believes that it has read.
 func (w *world) accept(c claim, part int, first, second uint64) {
 	if w.o.Liar && (first != second || !w.signed[first] || first>>48 != tagOf(c.block, part, 0, 0)>>48) {
@@ -85,6 +91,9 @@ func (w *world) accept(c claim, part int, first, second uint64) {
 		return
 	}
 	w.stats.Reads++
+	if w.between() {
+		w.stats.Alone++
+	}
 	epoch, serial := first>>32&0xffff, first&0xffff_ffff
 	switch {
 	case first != second:
@@ -93,7 +102,7 @@ func (w *world) accept(c claim, part int, first, second uint64) {
 		w.fail("wrong bytes: %x for part %d of block %d", first, part, c.block)
 	case epoch < c.epoch && !w.o.Liar:
 		w.fail("wrong bytes: of epoch %d after the reset to %d", epoch, c.epoch)
-	case serial < c.ack.serial && w.acks[c.block].stamp == c.ack.stamp && !w.o.Liar:
+	case serial < c.ack.serial && w.acks[c.block].stamp == c.ack.stamp && !w.o.Liar && !w.outlived(c.ack):
 		w.fail("wrong bytes: of save %d after save %d replaced it", serial, c.ack.serial)
 	}
 }

@@ -24,6 +24,9 @@ func (w *world) supervises() {
 			w.reset()
 		} else {
 			w.die()
+			for range w.rng.IntN(80) { // the host goes on with what is resident
+				w.current.before(access{wait: yes})
+			}
 			w.reopen()
 		}
 	}
@@ -103,6 +106,12 @@ func (w *world) reopen() {
 	}
 	if w.o.Mutant == AdoptUnchecked {
 		w.repair()
+	}
+	if w.o.Mutant == IndexDropped {
+		w.host.Forget()
+	}
+	if w.o.Mutant == LifeStartsOver {
+		w.startOver()
 	}
 	w.liars = false
 	w.openLane()

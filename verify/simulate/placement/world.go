@@ -28,6 +28,8 @@ const (
 type Stats struct {
 	Accesses, Reads, Discarded, Misses, Saves, Known, Replaced, Returned, Refused, Pinned int
 	Evicted, Promoted, Deaths, Resets, Adopted, Lies, Digest                              int
+
+	Alone int // reads while no life of the plugin was open
 }
 
 // acked is what was acknowledged of a block, and not taken back since.

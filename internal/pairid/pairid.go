@@ -1,0 +1,69 @@
+// Package pairid is the grammar of request ids that name the two engines of a request:
+//
+//	___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UNIQUE[_SIGNATURE]
+//
+// A router sends such a text to both engines as X-Request-Id, and an engine's own id of the request begins with it. Routers, the HTTP
+// server and connectors all read ids with Parse. So what one of them takes for signed, or for no id of this kind, is the same to the others.
+package pairid
+
+import (
+	"net"
+	"net/netip"
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+// Prefix begins every text of this kind.
+const Prefix = "___prefill_addr_"
+
+const (
+	between = "___decode_addr_"
+	address = `((?:[0-9A-Za-z.\-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[1-9][0-9]{0,4})`
+	hex     = `([0-9a-f]{32})`
+)
+
+// pattern is the whole id of a request: what a router has sent, in vLLM behind the name of an endpoint, and then what is the engine's own.
+var pattern = regexp.MustCompile(`^(?:cmpl-|chatcmpl-)?(` + Prefix + address + between + address + `_` + hex + `)(?:_` + hex + `)?(?:-[0-9A-Za-z]+)*$`)
+
+// Pair is what an id says. Nothing of it is verified.
+type Pair struct {
+	Text            string // what a router signs: all but the signature
+	Prefill, Decode string // HOST:PORT
+	Unique          string // 32 digits that a router gives to one request only
+	Signature       string // 32 digits; empty: nobody has signed the text
+}
+
+// Parse reads the id that an engine has given to a request. It reads only whole ids: an id with anything before, between or behind the parts
+// of the grammar, in other letters or in another encoding, names nobody.
+func Parse(id string) (p Pair, ok bool) {
+	m := pattern.FindStringSubmatch(id)
+	if m == nil || !isAddress(m[2]) || !isAddress(m[3]) {
+		return Pair{}, false
+	}
+	return Pair{Text: m[1], Prefill: m[2], Decode: m[3], Unique: m[4], Signature: m[5]}, true
+}
+
+// New is the text that names two engines, for a router to sign: unique is 32 digits of 0-9 and a-f. It is not ok where the grammar has no
+// room for an address.
+func New(prefill, decode, unique string) (text string, ok bool) {
+	text = Prefix + prefill + between + decode + "_" + unique
+	p, ok := Parse(text)
+	return text, ok && p == Pair{Text: text, Prefill: prefill, Decode: decode, Unique: unique}
+}
+
+// isAddress reports whether a port is one, and whether what is within brackets is an address of IPv6.
+func isAddress(s string) bool {
+	host, port, err := net.SplitHostPort(s)
+	if err != nil {
+		return false
+	}
+	if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return false
+	}
+	if !strings.HasPrefix(s, "[") {
+		return true
+	}
+	a, err := netip.ParseAddr(host)
+	return err == nil && a.Is6()
+}
