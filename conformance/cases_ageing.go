@@ -14,12 +14,12 @@ import (
 // the same calls took at the beginning.
 
 const (
-	aged      = 100_000              // blocks that are stored
-	agedLeast = 20_000               // on a machine that is too slow for all of them
-	ageBatch  = 1000                 // blocks of a save
-	agePiece  = 64                   // blocks of a call whose time counts
-	ageTries  = 24                   // of which the quickest counts: the others may have waited for a processor
-	ageEnough = 3                    // once they have taken ageTrying
+	aged      = 100_000 // blocks that are stored
+	agedLeast = 20_000  // on a machine that is too slow for all of them
+	ageBatch  = 1000    // blocks of a save
+	agePiece  = 64      // blocks of a call whose time counts
+	ageTries  = 24      // of which the quickest counts: the others may have waited for a processor
+	ageEnough = 3       // once they have taken ageTrying
 	ageTrying = 2 * time.Second
 	ageFactor = 6                    // times as long as at the beginning are allowed
 	ageBeyond = 24                   // times as long are no matter of a busy machine
