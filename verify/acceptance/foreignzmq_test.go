@@ -335,11 +335,13 @@ func (x *behindZMQ) plantedIDs() {
 func (x *behindZMQ) short() {
 	x.Helper()
 	request := cluster.Request{Prompt: rig.Texts(x.T, *rig.Seed+9950, 1, 400, 700)[0], MaxTokens: 1, IgnoreEOS: true}
+	before := x.counted(x.contract.d, "trusted")
 	want, err := x.Client.Complete(x.Context(), x.single.URL, request)
 	require.NoError(x, err)
 	got, err := x.Client.Complete(x.Context(), x.replica(x.router()).start(x.T), request)
 	require.NoError(x, err)
 	require.True(x, got.Equal(want))
+	x.finds(x.contract.d, "trusted", before, 1) // a plugin's counts come a moment later
 	require.Zero(x, x.Metrics(x.contract.d).Sum("kvport_blocks", `state="held"`))
 }
 
