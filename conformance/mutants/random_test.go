@@ -91,8 +91,8 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 	for n, m := range all {
 		classes[m.Class] = true
 		t.Run(m.Name, func(t *testing.T) {
-			if os.Getenv("KVPORT_SOAK") == "" && n%6 > 0 {
-				t.Skip("one in six; all with KVPORT_SOAK=1")
+			if os.Getenv("KVPORT_SOAK") == "" && n%12 > 0 {
+				t.Skip("one in twelve; all with KVPORT_SOAK=1")
 			}
 			start := conformance.InProcess
 			if m.Racy {

@@ -143,7 +143,7 @@ func TestHitRatioIsThePolicys(t *testing.T) {
 	case os.Getenv("KVPORT_SOAK") != "":
 		asked = 800
 	default:
-		asked = 400
+		asked = 200
 	}
 	turns, working := talk(*flagSeed, 48, 20*device, asked)
 	for _, policy := range []string{tier.LRU, tier.ARC, tier.S3FIFO} {

@@ -10,7 +10,7 @@ import (
 // TestMutants: a simulation that does not notice a wrong host is worth nothing. Each mutant is an
 // incident of a serving system; its row says how many of the seeds notice it, and how.
 func TestMutants(t *testing.T) {
-	list, least := Mutants(), 5
+	list, least := Mutants(), 3
 	if soaking() {
 		least = 100
 	}
