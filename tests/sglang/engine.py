@@ -20,6 +20,7 @@ ARGUMENTS = {
     "page_size": 16, "max_total_tokens": 8192, "context_length": 4096, "mem_fraction_static": 0.3,
     "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_through",
     "hicache_mem_layout": "page_first", "hicache_io_backend": "kernel", "hicache_storage_prefetch_policy": "wait_complete",
+    "sleep_on_idle": True,  # else one that waits for its turn takes a core from the others
 }
 
 
