@@ -128,7 +128,7 @@ vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvp
 	@$(PYTHON) scripts/vllm_setup.py --dir $(VLLM_DIR)
 	$(VLLM_DIR)/venv/bin/python tests/vllm/run.py --deps $(VLLM_DIR) $(VLLM_ARGS)
 
-sglang-test: deps build ## from nothing a real SGLang in .deps/sglang, beside the environment of vllm-test, then each of kvport's promises under it once, with small counts; SGLANG_ARGS='--all' or '--only equal' is passed on
+sglang-test: deps build ## from nothing a real SGLang in .deps/sglang, beside the environment of vllm-test, then the five lines equal, damage, engines, kills and store with small counts; SGLANG_ARGS='--all' or '--only equal' is passed on
 	@$(PYTHON) scripts/sglang_setup.py --dir $(SGLANG_DIR) --vllm $(VLLM_DIR)
 	$(VLLM_DIR)/venv/bin/python tests/sglang/run.py --deps $(SGLANG_DIR) --vllm $(VLLM_DIR) $(SGLANG_ARGS)
 

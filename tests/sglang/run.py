@@ -41,7 +41,7 @@ LINES = {
 
 TABLE = "| line | what it counted | seconds | load | commit |\n|---|---|---|---|---|\n"
 # Those that run without --all: one for each promise.
-SHORT = ("equal", "damage", "others", "engines", "kills", "store", "time")
+SHORT = ("equal", "damage", "engines", "kills", "store")
 
 
 class Options:
