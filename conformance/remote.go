@@ -245,7 +245,7 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
 	})
 	if err != nil {
-		return nil, err
+		return nil, lateStart(err)
 	}
 	i := &Instance{
 		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: m.views,
@@ -262,6 +262,19 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 	h.running = append(h.running, &startedProcess{p, i})
 	h.mu.Unlock()
 	return i, nil
+}
+
+// lateStart is the error of a start, without the setting by which an engine would wait for longer: a run has none. A host waits beyond its limit
+// only while the plugin waits for a processor or a disk, so what it waited shows whether the machine was busy.
+func lateStart(err error) error {
+	late, is := errors.AsType[*host.LateError](err)
+	switch {
+	case !is:
+		return err
+	case late.Waited-late.Limit >= late.Waited/busyShare:
+		return busyError{late}
+	}
+	return late
 }
 
 // sandbox is the one in which the process runs; nil: none.

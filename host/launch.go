@@ -40,6 +40,9 @@ type Process struct {
 	proc *plugin.Process
 }
 
+// LateError is the error of a start in which the plugin made no handshake in time.
+type LateError = plugin.LateError
+
 // Launch starts a plugin binary and waits until it answers. ctx bounds the start only. Errors wrap
 // ErrConfig and name the binary; nothing of a failed start is left behind.
 func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, error) {
