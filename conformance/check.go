@@ -318,21 +318,8 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	before := takeSnapshot()
 	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad()}
 	defer rec.load.end()
-	if lacks := lacking(c.Needs, c.Groups, s.info); lacks != "" { // before a harness has its server mended for nothing
-		rec.undeclared = true
-		rec.note(Skip, lacks)
-		return rec.result(c)
-	}
-	h, err := s.fresh()
-	if err != nil {
-		rec.trouble("start", err)
-		return rec.result(c)
-	}
-	if rec.away, rec.noticed = s.seen.look(ctx, h, c.ID); rec.away != "" {
-		rec.note(Inconclusive, rec.away)
-		if err := h.Close(); err != nil {
-			rec.trouble("close", err)
-		}
+	h := rec.begin(&c, &s)
+	if h == nil {
 		return rec.result(c)
 	}
 	patience := grace
@@ -367,6 +354,28 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		}
 	}
 	return rec.result(c)
+}
+
+// begin makes the harness of a case; nil if the case cannot run, and has its status.
+func (r *recorder) begin(c *Case, s *settings) Harness {
+	if lacks := lacking(c.Needs, c.Groups, s.info); lacks != "" { // before a harness has its server mended for nothing
+		r.undeclared = true
+		r.note(Skip, lacks)
+		return nil
+	}
+	h, err := s.fresh()
+	if err != nil {
+		r.trouble("start", err)
+		return nil
+	}
+	if r.away, r.noticed = s.seen.look(r.ctx, h, c.ID); r.away == "" {
+		return h
+	}
+	r.note(Inconclusive, r.away)
+	if err := h.Close(); err != nil {
+		r.trouble("close", err)
+	}
+	return nil
 }
 
 // within runs f and reports whether it ended before ctx, or not long after it.

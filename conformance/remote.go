@@ -264,17 +264,18 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 	return i, nil
 }
 
-// lateStart is the error of a start, without the setting by which an engine would wait for longer: a run has none. A host waits beyond its limit
-// only while the plugin waits for a processor or a disk, so what it waited shows whether the machine was busy.
+// lateStart is the error of a start, without the setting by which an engine would wait for longer: a run has none. What a host has waited
+// beyond its limit shows whether the machine was busy.
 func lateStart(err error) error {
 	late, is := errors.AsType[*host.LateError](err)
-	switch {
-	case !is:
+	if !is {
 		return err
-	case late.Waited-late.Limit >= late.Waited/busyShare:
-		return busyError{late}
 	}
-	return late
+	err = fmt.Errorf("no handshake within %s, it was killed after %s", late.Limit, late.Waited)
+	if late.Waited-late.Limit >= late.Waited/busyShare {
+		return busyError{err}
+	}
+	return err
 }
 
 // sandbox is the one in which the process runs; nil: none.

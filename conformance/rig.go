@@ -72,7 +72,7 @@ func lacking(needs connector.Capability, groups bool, info *connector.Info) stri
 	return ""
 }
 
-// notOffered stands before the name of what a connector does not have.
+// notOffered comes before the name of what a connector does not have.
 const notOffered = "the connector does not offer "
 
 func newRig(t T, h Harness) *rig {

@@ -97,10 +97,10 @@ func TestSummaryOfADeath(t *testing.T) {
 	require.Equal(t, "it ended: (none)", death([]string{"it ended; the last lines of its standard error:", "  (none)"}))
 }
 
-// A plugin that the machine kept from its handshake is not accused, and nobody is told of a setting that a run does not have.
+// A plugin that the machine kept from its handshake is not accused, and nobody reads about a setting that a run does not have.
 func TestLateStart(t *testing.T) {
 	started := func(waited time.Duration) Result {
-		late := fmt.Errorf("%w: raise kvport.deadlines.handshake", &host.LateError{Limit: 5 * time.Second, Waited: waited})
+		late := &host.LateError{Limit: 5 * time.Second, Waited: waited, Err: errors.New("raise kvport.deadlines.handshake")}
 		return run(t, time.Minute, func(c T, h Harness) { newRig(c, h).must(lateStart(late), "start") })
 	}
 	r := started(24 * time.Second)
