@@ -11,7 +11,7 @@ import (
 func arenaCase(id, rule, text string, body func(*rig)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{Power}, Arena: true, Run: rigged(0, false, func(r *rig) {
 		if r.info.ArenaBytes == 0 && r.info.ArenaBlocks == 0 {
-			r.undeclared("the connector asks for no arena")
+			r.undeclared("%s", notOffered+"an arena")
 		}
 		body(r)
 	})}

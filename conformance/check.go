@@ -63,6 +63,9 @@ type Result struct {
 
 	excused    bool   // it was skipped for what the machine or the config does not have
 	undeclared bool   // it was skipped for what the connector does not say it has
+	unasked    bool   // it is undeclared, and neither a profile nor a name asks for it
+	away       string // it did not run since this server was not there; empty: it was
+	noticed    bool   // it is the first case that is away
 	optional   bool   // its profiles let it be skipped
 	required   string // it did not run, and fails only for that: what is said of it; empty: it ran
 }
@@ -240,7 +243,7 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	}
 	salt := make([]byte, 16)
 	_, _ = rand.Read(salt) // never fails
-	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline, budget: o.Budget}
+	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline, budget: o.Budget, seen: new(sighting)}
 	warmUp()
 	checkCase(ctx, Case{ID: "before", Run: func(t T, h Harness) {
 		r := newRig(t, h)
@@ -253,6 +256,7 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 
 // judge says to which profiles a case belongs, and fails one that was skipped although they require it. Power requires only what the connector declares.
 func (o *Options) judge(c Case, r Result) Result {
+	r.unasked = r.undeclared && o.Only == nil && !slices.ContainsFunc(o.Profiles, func(p Profile) bool { return slices.Contains(c.Profiles, p) })
 	for _, p := range o.Profiles {
 		if !slices.Contains(c.Profiles, p) {
 			continue
@@ -275,6 +279,7 @@ type settings struct {
 	budget   time.Duration
 	info     *connector.Info // nil: not known
 	fresh    Maker           // of the case's connector, with a backend of its own
+	seen     *sighting       // of the servers behind relays; nil: nobody looks
 }
 
 // harness makes a harness whose connector logs to the log of the run.
@@ -313,9 +318,8 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	before := takeSnapshot()
 	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad()}
 	defer rec.load.end()
-	h, err := s.fresh()
-	if err != nil {
-		rec.trouble("start", err)
+	h := rec.begin(&c, &s)
+	if h == nil {
 		return rec.result(c)
 	}
 	patience := grace
@@ -350,6 +354,28 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		}
 	}
 	return rec.result(c)
+}
+
+// begin makes the harness of a case; nil if the case cannot run, and has its status.
+func (r *recorder) begin(c *Case, s *settings) Harness {
+	if lacks := lacking(c.Needs, c.Groups, s.info); lacks != "" { // before a harness has its server mended for nothing
+		r.undeclared = true
+		r.note(Skip, lacks)
+		return nil
+	}
+	h, err := s.fresh()
+	if err != nil {
+		r.trouble("start", err)
+		return nil
+	}
+	if r.away, r.noticed = s.seen.look(r.ctx, h, c.ID); r.away == "" {
+		return h
+	}
+	r.note(Inconclusive, r.away)
+	if err := h.Close(); err != nil {
+		r.trouble("close", err)
+	}
+	return nil
 }
 
 // within runs f and reports whether it ended before ctx, or not long after it.
@@ -396,6 +422,8 @@ type recorder struct {
 	allowed    string
 	excused    bool
 	undeclared bool
+	away       string
+	noticed    bool
 
 	mu     sync.Mutex
 	status Status
@@ -505,6 +533,7 @@ func (r *recorder) result(c Case) Result {
 	return Result{
 		ID: c.ID, Rule: cmp.Or(r.rule, blamed, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
 		LastWords: r.words, Took: time.Since(r.start), excused: r.excused, undeclared: r.undeclared,
+		away: r.away, noticed: r.noticed,
 	}
 }
 

@@ -340,6 +340,7 @@ func TestWriteTextOfARun(t *testing.T) {
 These did not pass:
 fail  WORK-02     b                     Two.
         came:     a line
+        died:     the plugin's process 7 ended by itself: exit status 2: panic: ouch
         rule:     A Load that cannot get some blocks names exactly those in a BlockError, and fills all others, also those whose key comes twice.
         look at:  returning one error for a whole transfer if only one block is missing
 inconclusive  HOLD-01     c                     Three.

@@ -134,6 +134,7 @@ type base struct {
 	dir     string // "" when the config has no placeholder
 	server  *server
 	proxies relays
+	servers []string // behind the proxies
 	unique  string   // what @UNIQUE@ became; "": the config has none
 	control *control // of the servers behind the proxies; nil: there is none
 }
@@ -143,8 +144,8 @@ func newBase(config json.RawMessage) (base, error) {
 		config = json.RawMessage("{}")
 	}
 	text := strings.ReplaceAll(string(config), shellPlaceholder, placeholder)
-	var b base
 	servers, err := Proxied(json.RawMessage(text))
+	b := base{servers: servers}
 	if err != nil {
 		return b, err
 	}
@@ -221,6 +222,9 @@ func (b base) Close() error {
 	}
 	return cmp.Or(errors.Join(errs...), mending) // what a control program fails to do says nothing of the rest
 }
+
+// behindRelays are the addresses of the servers that the config has relays for.
+func (b base) behindRelays() []string { return b.servers }
 
 // remoteServer is the server of the config, or the ways to those that it has relays for; nil when it names none.
 func (b base) remoteServer() *server {

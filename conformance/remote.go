@@ -245,7 +245,7 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
 	})
 	if err != nil {
-		return nil, err
+		return nil, lateStart(err)
 	}
 	i := &Instance{
 		Describe: p.Describe, Scheduler: p.OpenScheduler, Worker: p.OpenWorker, Memory: m.views,
@@ -262,6 +262,20 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 	h.running = append(h.running, &startedProcess{p, i})
 	h.mu.Unlock()
 	return i, nil
+}
+
+// lateStart is the error of a start, without the setting by which an engine would wait for longer: a run has none. What a host has waited
+// beyond its limit shows whether the machine was busy.
+func lateStart(err error) error {
+	late, is := errors.AsType[*host.LateError](err)
+	if !is {
+		return err
+	}
+	err = fmt.Errorf("no handshake within %s, it was killed after %s", late.Limit, late.Waited)
+	if late.Waited-late.Limit >= late.Waited/busyShare {
+		return busyError{err}
+	}
+	return err
 }
 
 // sandbox is the one in which the process runs; nil: none.

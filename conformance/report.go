@@ -28,7 +28,12 @@ func WriteText(w io.Writer, results []Result) error {
 
 // WriteCase writes one result for people: a line, and the reasons below it if the case did not pass. Of long
 // reasons it shows the first lines; WriteJSON has all.
+// A case of a power that the connector does not offer, and that nobody has asked for, has its line in the summary. So has one whose server is
+// away, apart from the first, until it has run for the last time.
 func WriteCase(w io.Writer, r Result) error {
+	if r.unasked && r.Status == Skip || r.away != "" && r.Again && !r.noticed {
+		return nil
+	}
 	var b strings.Builder
 	if r.Of > 0 {
 		of := fmt.Sprint(r.Of)
@@ -88,7 +93,7 @@ func precedence(r Result) int {
 	return breadth(r.Rule)
 }
 
-// WriteSummary writes for people what failed or was inconclusive, in five lines at most for each case: what failed first, the most specific
+// WriteSummary writes for people what failed or was inconclusive, in six lines at most for each case: what failed first, the most specific
 // rule first, but before all the case without which no other can be judged; which cases did not run although a profile asks for them; for how
 // long the cases of each profile ran; and how many cases had each status.
 func WriteSummary(w io.Writer, results []Result) error {
@@ -97,7 +102,7 @@ func WriteSummary(w io.Writer, results []Result) error {
 	var wrong []Result
 	for _, r := range results {
 		count[r.Status]++
-		if r.Status == Fail || r.Status == Inconclusive {
+		if r.Status == Fail || r.Status == Inconclusive && r.away == "" {
 			wrong = append(wrong, r)
 		}
 	}
@@ -114,7 +119,9 @@ func WriteSummary(w io.Writer, results []Result) error {
 		}
 	}
 	writeExcused(&b, results)
-	writeUndecided(&b, wrong)
+	writeUnasked(&b, results)
+	writeAway(&b, results)
+	writeUndecided(&b, results)
 	writeSeconds(&b, results)
 	fmt.Fprintf(&b, "%d passed, %d failed, %d skipped", count[Pass], count[Fail], count[Skip])
 	if n := count[Inconclusive]; n > 0 {
@@ -143,10 +150,42 @@ func writeExcused(b *strings.Builder, results []Result) {
 	}
 }
 
-// writeUndecided names the cases that a profile requires and that stayed inconclusive: the run is no proof of the profile.
-func writeUndecided(b *strings.Builder, wrong []Result) {
+// writeUnasked says in one line which powers the connector does not offer, where nobody has asked for their cases.
+func writeUnasked(b *strings.Builder, results []Result) {
+	var powers []string
+	count := 0
+	for _, r := range results {
+		if r.Status != Skip || !r.unasked || len(r.Log) == 0 {
+			continue
+		}
+		count++
+		if power := strings.TrimPrefix(r.Log[0], notOffered); !slices.Contains(powers, power) {
+			powers = append(powers, power)
+		}
+	}
+	if count > 0 {
+		fmt.Fprintf(b, "Not asked for, and not offered by the connector: %s (%d cases)\n", strings.Join(powers, ", "), count)
+	}
+}
+
+// writeAway says once which server was away, and which cases could not run for that.
+func writeAway(b *strings.Builder, results []Result) {
 	var ids []string
-	for _, r := range wrong {
+	var why string
+	for _, r := range results {
+		if r.Status == Inconclusive && r.away != "" {
+			ids, why = append(ids, r.ID), cmp.Or(why, r.away)
+		}
+	}
+	if len(ids) > 0 {
+		fmt.Fprintf(b, "These did not run, since %s, which says nothing of the connector: %s\n", why, strings.Join(ids, ", "))
+	}
+}
+
+// writeUndecided names the cases that a profile requires and that stayed inconclusive: the run is no proof of the profile.
+func writeUndecided(b *strings.Builder, results []Result) {
+	var ids []string
+	for _, r := range results {
 		if r.Status == Inconclusive && len(r.Profiles) > 0 && !r.optional {
 			ids = append(ids, r.ID)
 		}
@@ -201,6 +240,7 @@ func writeWrong(b *strings.Builder, r Result) {
 	if len(r.Log) > 0 {
 		line("came:", strings.TrimPrefix(r.Log[0], r.Rule+": "))
 	}
+	line("died:", death(r.LastWords))
 	line("allowed:", r.Allowed)
 	if rule := docs.Rule(r.Rule); rule != r.Text {
 		line("rule:", rule)
@@ -208,6 +248,23 @@ func writeWrong(b *strings.Builder, r Result) {
 	if r.Status == Fail {
 		line("look at:", strings.Join(docs.Mistakes(r.Rule), "; "))
 	}
+}
+
+// death says in one line how a connector's process ended by itself, and the line of its standard error that says why; empty if it lives.
+func death(words []string) string {
+	if len(words) == 0 {
+		return ""
+	}
+	ended, _, _ := strings.Cut(words[0], "; the last lines")
+	said := words[1:]
+	why := slices.IndexFunc(said, func(line string) bool {
+		line = strings.TrimSpace(line)
+		return strings.HasPrefix(line, "fatal error:") || strings.HasPrefix(line, "panic:")
+	})
+	if len(said) == 0 {
+		return ended
+	}
+	return ended + ": " + strings.TrimSpace(said[max(why, 0)])
 }
 
 // WriteJSON writes results as JSON Lines with id, rule, status and log; with the number of the case among so

@@ -52,15 +52,28 @@ func rigged(needs connector.Capability, groups bool, body func(*rig)) func(T, Ha
 		} else {
 			r.info = r.describe()
 		}
-		if lacks := needs &^ r.info.Capabilities; lacks != 0 {
-			r.undeclared("the connector does not offer %v", lacks)
-		}
-		if groups && !r.info.Groups {
-			r.undeclared("the connector does not serve caches of several groups")
+		if lacks := lacking(needs, groups, &r.info); lacks != "" {
+			r.undeclared("%s", lacks)
 		}
 		body(r)
 	}
 }
+
+// lacking says what a connector does not have that a case needs; empty if it has all, or nobody knows.
+func lacking(needs connector.Capability, groups bool, info *connector.Info) string {
+	switch {
+	case info == nil:
+		return ""
+	case needs&^info.Capabilities != 0:
+		return fmt.Sprintf("%s%v", notOffered, needs&^info.Capabilities)
+	case groups && !info.Groups:
+		return notOffered + "groups"
+	}
+	return ""
+}
+
+// notOffered comes before the name of what a connector does not have.
+const notOffered = "the connector does not offer "
 
 func newRig(t T, h Harness) *rig {
 	r := &rig{T: t, h: h, opened: map[*engine]bool{}, config: h.Config(), settings: settings{log: slog.New(slog.DiscardHandler)}}

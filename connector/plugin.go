@@ -192,7 +192,7 @@ type Scope uint8
 
 // The scopes. The numbers are part of the wire protocol and never reused.
 const (
-	ScopeEngine Scope = 1 + iota // this engine only, as long as the plugin lives
+	ScopeEngine Scope = 1 + iota // this engine only, as long as the plugin lives or longer: what its next life finds is used
 	ScopeNode                    // every engine on this host with the same config
 	ScopeShared                  // every engine that reaches the same backend
 )

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"time"
@@ -40,6 +41,19 @@ type Process struct {
 	proc *plugin.Process
 }
 
+// LateError is the error of a start in which the plugin made no handshake within a limit. A host waits beyond the limit only while the plugin
+// waits for a processor or a disk.
+type LateError struct {
+	Limit, Waited time.Duration
+	Err           error // what a person reads
+}
+
+// Error implements error.
+func (e *LateError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *LateError) Unwrap() error { return e.Err }
+
 // Launch starts a plugin binary and waits until it answers. ctx bounds the start only. Errors wrap
 // ErrConfig and name the binary; nothing of a failed start is left behind.
 func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, error) {
@@ -48,6 +62,9 @@ func Launch(ctx context.Context, path string, opts LaunchOptions) (*Process, err
 		return nil, fmt.Errorf("%w: plugin: %w", ErrConfig, err)
 	}
 	proc, err := launch(ctx, prog, opts)
+	if late, is := errors.AsType[*plugin.LateError](err); is {
+		return nil, &LateError{late.Limit, late.Waited, err}
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -87,6 +88,12 @@ func TestLaunchFailures(t *testing.T) {
 			require.ErrorContains(t, err, c.want)
 			require.NotContains(t, err.Error(), "\n")
 			require.Less(t, time.Since(began), time.Minute, "not after an hour, and soon after a deadline")
+			late, is := errors.AsType[*LateError](err)
+			require.Equal(t, name == "kvport-hang", is)
+			if is {
+				require.Equal(t, c.handshake, late.Limit)
+				require.GreaterOrEqual(t, late.Waited, late.Limit)
+			}
 			leaks()
 		})
 	}

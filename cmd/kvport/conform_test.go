@@ -354,6 +354,7 @@ func TestConformEnds(t *testing.T) {
 	require.Contains(t, string(out), "\n1 passed, 1 failed, 0 skipped\n")
 	// The last words of the process stand below the case in which it died.
 	require.Regexp(t, `(?s)2/3 .*fail  WORK-01 .*ended by itself: exit status 2; the last lines of its standard error:\n        panic: a bug of the author's\n.*conform_test\.go:\d+`, string(out))
+	require.Regexp(t, `\n        died: +.* ended by itself: exit status 2: panic: a bug of the author's\n`, string(out))
 }
 
 // A control program that is none, or that has no server, is no fault of the plugin.

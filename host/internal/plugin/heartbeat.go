@@ -139,6 +139,15 @@ func RanOut(ctx context.Context) bool {
 	return ctx.Err() != nil && errors.Is(context.Cause(ctx), context.DeadlineExceeded)
 }
 
+// LateError says that a plugin made no handshake within a limit, and for how long it was waited for: for longer than the limit
+// if its processes waited for a processor or a disk.
+type LateError struct{ Limit, Waited time.Duration }
+
+// Error implements error.
+func (e *LateError) Error() string {
+	return fmt.Sprintf("no handshake within %s, it was killed after %s", e.Limit, e.Waited)
+}
+
 // Longer says what to do about a start that took too long.
 func Longer(err error, limit time.Duration) error {
 	return fmt.Errorf("%w: raise kvport.deadlines.handshake (%s) if its start needs longer", err, limit)

@@ -277,7 +277,7 @@ func (p *Process) start(ctx context.Context, opts *Options) error {
 	if !unhook() || ctx.Err() != nil {
 		if RanOut(ctx) {
 			waited := time.Since(began).Round(time.Millisecond)
-			return Longer(fmt.Errorf("no handshake within %s, it was killed after %s", opts.Handshake, waited), opts.Handshake)
+			return Longer(&LateError{opts.Handshake, waited}, opts.Handshake)
 		}
 		return ctx.Err()
 	}
