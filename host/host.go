@@ -230,7 +230,7 @@ func (h *Host) bookConfig() tracker.Config {
 		BackoffMin: firstRetry, BackoffMax: slowestRetry, CorruptKeys: maxCorruptKeys,
 		Slots: h.slots(), Layers: h.layers, Threshold: h.cfg.Settings.RecomputeThreshold, Addresses: h.eng.Addresses, Windows: sourceWindows, Reshape: h.cuts, Lossy: h.info.Lossy,
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
-		Placed:     h.place != nil && h.info.Capabilities&connector.CanPlace != 0,
+		Placed:     h.place != nil && h.info.Capabilities&connector.CanPlace != 0 && !h.info.Lossy, // whose blocks only the plugin can load
 	}
 	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
 	h.composite.stretch(&c)

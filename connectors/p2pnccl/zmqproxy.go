@@ -84,7 +84,10 @@ func (r *zmqRegistrar) say(ctx context.Context, message []byte) error {
 	if err := r.link.conn.SetWriteDeadline(time.Now().Add(zmqHandshake)); err != nil {
 		return err
 	}
-	return r.link.z.Send(message)
+	if err := r.link.z.Send(message); err != nil {
+		return err
+	}
+	return r.link.conn.SetWriteDeadline(time.Time{}) // answers to the proxy's pings are written at any time
 }
 
 // hangUp ends the connection, if there is one.

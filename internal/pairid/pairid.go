@@ -23,8 +23,9 @@ const (
 	hex     = `([0-9a-f]{32})`
 )
 
-// pattern is the whole id of a request: what a router has sent, in vLLM behind the name of an endpoint, and then what is the engine's own.
-var pattern = regexp.MustCompile(`^(?:cmpl-|chatcmpl-)?(` + Prefix + address + between + address + `_` + hex + `)(?:_` + hex + `)?(?:-[0-9A-Za-z]+)*$`)
+// pattern is the whole id of a request: what a router has sent, in vLLM behind the name of an endpoint and, where one request asks for several
+// answers, the number of one (ParentRequest in vllm/v1/engine/parallel_sampling.py), and then what is the engine's own.
+var pattern = regexp.MustCompile(`^(?:(?:[0-9]{1,4}_)?(?:cmpl-|chatcmpl-))?(` + Prefix + address + between + address + `_` + hex + `)(?:_` + hex + `)?(?:-[0-9A-Za-z]+)*$`)
 
 // Pair is what an id says. Nothing of it is verified.
 type Pair struct {

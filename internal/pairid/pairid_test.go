@@ -16,7 +16,7 @@ const (
 
 func TestParse(t *testing.T) {
 	want := Pair{Text: text, Prefill: "10.0.0.1:14579", Decode: "[fe80::1]:21001", Unique: unique}
-	for _, id := range []string{text, text + "-" + unique + "-0", "cmpl-" + text + "-0", "cmpl-" + text + "-0-a9a2cbf5", "chatcmpl-" + text + "-a9a2cbf5"} {
+	for _, id := range []string{text, text + "-" + unique + "-0", "cmpl-" + text + "-0", "cmpl-" + text + "-0-a9a2cbf5", "chatcmpl-" + text + "-a9a2cbf5", "0_cmpl-" + text + "-0-a9a2cbf5"} {
 		p, ok := Parse(id)
 		require.True(t, ok, id)
 		require.Equal(t, want, p)
@@ -43,6 +43,8 @@ func TestParseNothingElse(t *testing.T) {
 		"a signature in upper case":   text + "_" + strings.ToUpper(signature),
 		"something before":            "x" + text,
 		"another prefix":              "cmpl-cmpl-" + text,
+		"a number alone":              "0_" + text,
+		"two numbers":                 "0_0_cmpl-" + text,
 		"a space before":              " " + text,
 		"a path before":               "/" + text,
 		"a line before":               "x\n" + text,

@@ -178,7 +178,16 @@ func (x *behindZMQ) counted(e *cluster.Process, kind string) float64 {
 // finds waits until an engine has found n more ids of a kind than before.
 func (x *behindZMQ) finds(e *cluster.Process, kind string, before float64, n int) {
 	x.Helper()
-	require.Eventually(x, func() bool { return x.counted(e, kind) == before+float64(n) }, time.Minute, 20*time.Millisecond, "%s finds %d ids of the kind %s", e.Name, n, kind)
+	now := before
+	defer func() {
+		if now != before+float64(n) {
+			x.Logf("%s finds %v ids of the kind %s; its plugin has started anew %v times", e.Name, now-before, kind, x.Metrics(e).Sum("kvport_plugin_restarts_total"))
+		}
+	}()
+	require.Eventually(x, func() bool {
+		now = x.counted(e, kind)
+		return now == before+float64(n)
+	}, time.Minute, 20*time.Millisecond, "%s finds %d ids of the kind %s", e.Name, n, kind)
 }
 
 // TestForeignZMQ: engines behind a replica of vLLM's proxy for P2P NCCL, with which they register over ZeroMQ. Where their config trusts

@@ -99,7 +99,7 @@ func (l *residents) stopped(plugin int) (n float64) {
 func (l *residents) death(signal syscall.Signal) (alone, stopped float64) {
 	l.Helper()
 	for try := 0; alone == 0; try++ {
-		require.Less(l, try, 5, "no client's hit came between five deaths and the plugins that followed")
+		require.Less(l, try, 20, "no client's hit came between twenty deaths and the plugins that followed")
 		plugin := l.Plugin(l.engine)
 		before := l.count(aloneBlocks)
 		if signal == syscall.SIGSTOP {
@@ -190,9 +190,11 @@ func TestResidentThroughDeaths(t *testing.T) {
 				c.deaths, stops, l.asked.Load(), l.tokens.Load(), l.wrong.Load(), m.Sum(aloneBlocks), stopped, m.Sum(placedBlocks), m.Sum("kvport_plugin_restarts_total"))
 			require.Zero(t, l.wrong.Load())
 			require.Zero(t, m.Sum("kvport_integrity_failures_total"))
-			require.Zero(t, m.Sum("kvport_plugin_violations_total"))
+			if stops == 0 { // one that was stopped may owe an answer for longer than is allowed before its heartbeat is missed
+				require.Zero(t, m.Sum("kvport_plugin_violations_total"))
+			}
 			require.GreaterOrEqual(t, m.Sum(aloneBlocks), alone)
-			if stops > 0 {
+			if stops > 1 { // within the second of a single one no client may have asked
 				require.Positive(t, stopped)
 			}
 			plugin := l.Plugin(l.engine)
