@@ -217,7 +217,10 @@ func TestAnotherServer(t *testing.T) {
 // Where no connection is cut, a case that is about cuts says nothing: with a server of the suite, all of whose bytes pass the relay, it has
 // failed, and with another, which may lead connectors elsewhere, it does not apply.
 func TestNothingIsCut(t *testing.T) {
-	for address, want := range map[string]Status{"@SERVER@": Fail, "@PROXY:127.0.0.1:1@": Skip} {
+	server, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { _ = server.Close() }()
+	for address, want := range map[string]Status{"@SERVER@": Fail, "@PROXY:" + server.Addr().String() + "@": Skip} {
 		config := json.RawMessage(`{"address": "` + address + `"}`)
 		o := Options{Profiles: []Profile{Remote}, Only: []string{"remote-cut-load", "remote-cut-save"}}
 		for _, r := range Check(t.Context(), InProcess(keeper(&values{}, true), config), o) {
