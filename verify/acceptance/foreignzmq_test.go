@@ -181,7 +181,7 @@ func (x *behindZMQ) finds(e *cluster.Process, kind string, before float64, n int
 	now := before
 	defer func() {
 		if now != before+float64(n) {
-			x.Logf("%s finds %v ids of the kind %s; its plugin has started anew %v times", e.Name, now-before, kind, x.Metrics(e).Sum("kvport_plugin_restarts_total"))
+			x.Logf("%s finds %v ids of the kind %s; its plugin was restarted %v times", e.Name, now-before, kind, x.Metrics(e).Sum("kvport_plugin_restarts_total"))
 		}
 	}()
 	require.Eventually(x, func() bool {
