@@ -30,10 +30,12 @@ SGLANG_DIR ?= .deps/sglang
 PART      ?= 1/1
 
 # What takes longest begins first, beside everything else.
-LONGEST   := ./verify/acceptance ./verify/acceptance/planted ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
+LONGEST   := ./verify/acceptance ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
 UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/protocol/... ./verify/simulate/... ./verify/attack/... ./plugins/...
+# What is built and tested in a copy of the repository, so nothing else needs a processor as much: CI runs it as a stage of its own.
+PLANTED   := ./verify/acceptance/planted
 # What make test leaves out, since it takes long: debuggers' symbols in its binaries, and go vet, which make lint runs.
 LEAN      := -vet=off -ldflags='-s -w'
 # The packages whose tests need failpoints.
@@ -42,7 +44,7 @@ FAULTED   := ./internal/fault ./verify/faultsuite
 .DEFAULT_GOAL := help
 PY        := $(CURDIR)/.deps/venv/bin
 
-.PHONY: deps build wheel wheel-test demo test test-faults pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench bench-serve lint vllm-test sglang-test generate clean help
+.PHONY: deps build wheel wheel-test demo test test-faults test-planted pytest pylint native-test native-abi native-abi-gpu native-asan soak soak-sample race fuzz conform attack bench bench-serve lint vllm-test sglang-test generate clean help
 
 deps: ## fetch the demo model (93 MB), a Valkey server (2 MB), NIXL (69 MB) and Python packages (62 MB) of tests, all pinned by hash, and the Go modules
 	@$(PYTHON) scripts/deps.py
@@ -66,8 +68,11 @@ wheel-test: deps wheel ## install each into a fresh environment and use it
 demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAME and DEMO_ARGS='...' are passed on
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
-test: deps build ## the tests, short counts, except those that need failpoints (test-faults); what runs beside the Go tests is printed after them (18 minutes on 2 quiet cores)
-	@scripts/test.sh $(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) ./...
+test: deps build ## the tests, short counts, except those that need failpoints (test-faults) or a copy of the repository (test-planted); what runs beside the Go tests is printed after them (18 minutes on 2 quiet cores)
+	@scripts/test.sh $(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) $$($(GO) list ./... | grep -vxF "$$($(GO) list $(PLANTED))")
+
+test-planted: deps build ## the test that a new connector takes its folder, its plugin and its page, and nothing else: in a copy of the repository
+	$(GO) test $(LEAN) -count 1 -timeout $(TEST_LIMIT) $(PLANTED)
 
 test-faults: ## the tests that need failpoints: a kill and an error at each; CI runs them as a stage of their own
 	$(GO) test $(LEAN) -tags kvport_fault -v -timeout $(TEST_LIMIT) $(FAULTED)
