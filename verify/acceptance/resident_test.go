@@ -106,6 +106,8 @@ func (l *residents) death(signal syscall.Signal) (alone, stopped float64) {
 			stopped += l.stopped(plugin)
 		} else {
 			require.NoError(l, syscall.Kill(plugin, signal))
+			// Else the next death could be one of the same process.
+			require.Eventually(l, func() bool { return !cluster.Alive(plugin) }, time.Minute, time.Millisecond, "a plugin that was killed lives on")
 		}
 		require.Eventually(l, func() bool {
 			if alone = l.count(aloneBlocks) - before; alone > 0 {
@@ -194,6 +196,7 @@ func TestResidentThroughDeaths(t *testing.T) {
 				require.Zero(t, m.Sum("kvport_plugin_violations_total"))
 			}
 			require.GreaterOrEqual(t, m.Sum(aloneBlocks), alone)
+			require.GreaterOrEqual(t, m.Sum("kvport_plugin_restarts_total"), float64(c.deaths))
 			if stops > 1 { // within the second of a single one no client may have asked
 				require.Positive(t, stopped)
 			}
