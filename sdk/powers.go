@@ -23,6 +23,18 @@ type Placing interface {
 	Used(slots []uint32)
 }
 
+// Lending is a [Placing] Store that lends the host empty slots ahead of saves. These methods and all others of the Store take note of what
+// the host has written there before they do anything else (rule PLACE-32).
+type Lending interface {
+	// Lends is how many slots are lent at a time; 0: none. It does not change.
+	Lends() int
+	// Lend lends up to n slots more. serial is that of the block that is written into the first one; that of each other one is the
+	// next number.
+	Lend(n int) (slots []uint32, serial uint64)
+	// Back takes back the slots with these serials: the host does not write them. It ignores what is not lent.
+	Back(serials []uint64)
+}
+
 // powers are Capabilities, and what the fields say that are short for some.
 func (d *Definition) powers() connector.Capability {
 	c := d.Capabilities
@@ -108,6 +120,53 @@ func (w *storeWorker) movePlaced(ctx context.Context, t *connector.Transfer, kv 
 		return nil
 	})
 	return placed[:min(len(placed), wire.MaxPlaced)], err
+}
+
+// Lends implements connector.Lender. All ranks share what the Store lends.
+func (w *storeWorker) Lends() int {
+	store, ok := w.store.(Lending)
+	if !ok || w.env.Placement == nil || !w.env.Role.Saves() {
+		return 0
+	}
+	return store.Lends() / max(1, w.env.World)
+}
+
+// Lend implements connector.Lender. It lends last: an error has no room for slots.
+func (w *storeWorker) Lend(_ context.Context, l *connector.Lending) (loan *connector.Loan, err error) {
+	store, lends := w.store.(Lending)
+	placing, places := w.store.(Placing)
+	if !lends || !places {
+		return nil, fmt.Errorf("the connector lends no slots: %w", connector.ErrIncompatible)
+	}
+	loan = &connector.Loan{}
+	err = wire.Guard(w.log, "lend", func() error {
+		placing.Used(l.Used)
+		w.written(l.Written, placing)
+		store.Back(l.Back)
+		loan.Placed = placing.Placed(append(w.unnamed.take(), w.keys(l.Written)...)) // the host knows of those that it wrote
+		loan.Placed = loan.Placed[:min(len(loan.Placed), wire.MaxPlaced)]
+		loan.Slots, loan.Serial = store.Lend(min(l.Want, w.Lends()))
+		return nil
+	})
+	return loan, err
+}
+
+// written tells the watch about blocks that the host has written into lent slots, and that are still there.
+func (w *storeWorker) written(blocks []connector.Block, store Placing) {
+	if w.watch == nil || len(blocks) == 0 {
+		return
+	}
+	items := make([]connector.Item, 0, len(blocks))
+	for _, k := range w.keys(blocks) {
+		items = append(items, connector.Item{Key: k})
+	}
+	items, keys, _ := w.watched(items, &connector.Transfer{Blocks: blocks})
+	w.watch.saving(items, keys)
+	gone := map[int]bool{}
+	for i, it := range items { // what went before saving was not heard of
+		gone[i] = len(store.Placed([]connector.StoreKey{it.Key})) == 0
+	}
+	w.watch.saved(items, gone)
 }
 
 // others are the blocks that were moved although some were not.

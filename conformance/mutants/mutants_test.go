@@ -69,6 +69,11 @@ func TestPlacingReference(t *testing.T) {
 	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.PlacingReference(), nil)), conformance.Place)
 }
 
+func TestLendingReference(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.LendingReference(), nil))
+	conformance.Run(t, conformance.Wire(mutants.LendingReference(), nil), conformance.Place)
+}
+
 func TestCompleteReference(t *testing.T) {
 	for _, h := range []conformance.Maker{conformance.InProcess(mutants.CompleteReference(), nil), conformance.Wire(mutants.CompleteReference(), nil)} {
 		conformance.Run(t, h, conformance.Place)

@@ -139,7 +139,11 @@ const (
 )
 
 func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
-	g := place.Geometry{Slots: fewSlots, SlotBytes: blockSize}
+	return newHostEndOf(t, fewSlots, change)
+}
+
+func newHostEndOf(t *testing.T, slots int, change func(o *tier.Options)) *hostEnd {
+	g := place.Geometry{Slots: slots, SlotBytes: blockSize}
 	arena := make([]byte, g.ArenaBytes())
 	memory, err := place.Private(arena)
 	require.NoError(t, err)
@@ -150,7 +154,7 @@ func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
 	require.NoError(t, err)
 	h.env = connector.Env{
 		Engine: "e", Epoch: 1, Role: connector.RoleBoth, World: 1, Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"), Arena: arena,
-		Placement: &connector.Placement{Slots: fewSlots, SlotBytes: blockSize, Epoch: opening.Epoch, Serial: h.host.Draw(1 << 40)},
+		Placement: &connector.Placement{Slots: slots, SlotBytes: blockSize, Epoch: opening.Epoch, Serial: h.host.Draw(1 << 40)},
 		Layout: connector.Layout{
 			Name: "test", Blocks: manyIDs, Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}},
 			Segments: []connector.Segment{{BlockStride: blockSize, Bytes: blockSize}},
@@ -180,8 +184,8 @@ func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
 func (h *hostEnd) blocks(first, end int) *connector.Transfer {
 	transfer := &connector.Transfer{}
 	for n := first; n < end; n++ {
-		key := connector.BlockKey{1, byte(n)}
-		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n), Key: key})
+		key := connector.BlockKey{1, byte(n), byte(n >> 8)}
+		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n % manyIDs), Key: key})
 	}
 	return transfer
 }
