@@ -33,6 +33,7 @@ type pd struct {
 	mu      sync.Mutex
 	free    []connector.BlockID // the last is taken first
 	held    []*prompt
+	used    map[connector.BlockID]int // how often each slot was taken or given away
 	reports map[connector.HoldID]int
 	heard   chan struct{} // holds one token when there is a new report
 	hangUp  func()        // ends the asking; more than once
@@ -108,7 +109,7 @@ func (p *pd) twin(role connector.Role) *engine {
 func (e *engine) attend() *pd {
 	e.Helper()
 	e.openAll()
-	p := &pd{engine: e, reports: map[connector.HoldID]int{}, heard: make(chan struct{}, 1)}
+	p := &pd{engine: e, reports: map[connector.HoldID]int{}, used: map[connector.BlockID]int{}, heard: make(chan struct{}, 1)}
 	for id := e.env.Layout.Blocks - 1; id >= 0; id-- {
 		p.free = append(p.free, connector.BlockID(id))
 	}
@@ -186,7 +187,27 @@ func (p *pd) slots(n int) []connector.BlockID {
 	at := len(p.free) - n
 	out := slices.Clone(p.free[at:])
 	p.free = p.free[:at]
+	for _, id := range out {
+		p.used[id]++
+	}
 	slices.Reverse(out)
+	return out
+}
+
+// uses notes that somebody uses a free slot for a moment.
+func (p *pd) uses(id connector.BlockID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.used[id]++
+}
+
+// usesOf is how often the slot of each block was used so far.
+func (p *pd) usesOf(bs []connector.Block) (out []int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range bs {
+		out = append(out, p.used[b.ID])
+	}
 	return out
 }
 
@@ -352,6 +373,9 @@ func (p *pd) sweep() {
 func (p *pd) churn() {
 	p.mu.Lock()
 	free := slices.Clone(p.free)
+	for _, id := range free {
+		p.used[id]++
+	}
 	p.mu.Unlock()
 	p.fill(p.place(p.keys(len(free)), free)...)
 	for g, group := range p.env.Layout.Groups {

@@ -50,6 +50,7 @@ type loading struct {
 	first, n int           // blocks of the prompt
 	ranks    []int         // nil: all
 	limit    time.Duration // of the call; 0: a host's deadline
+	insists  bool          // as hosts do: the engine asks again while the connector is busy, until the limit
 	after    func([]connector.Block)
 	now      *pd // its slots may have been reused: a block that is as they are now is lost, and its host can tell
 }
@@ -74,7 +75,7 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 	failed := map[connector.BlockID]bool{}
 	t := pr.transfer(l.first, to)
 	for _, rank := range l.ranks {
-		if e := d.loadOnce(rank, &t, l.limit); e != nil {
+		if e := d.loadOnce(rank, &t, l.limit, l.insists); e != nil {
 			err = e
 			d.names(e, to, failed)
 		}
@@ -101,15 +102,35 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 }
 
 // loadOnce is one Load; a Planner is asked as in move.
-func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration) error {
+func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration, insists bool) error {
 	d.Helper()
 	return d.returns("Load", limit, func(ctx context.Context) error {
 		todo, err := d.planned(ctx, *t, false)
 		for i := range todo {
-			err = errors.Join(err, d.workers[rank].Load(ctx, &todo[i], d.kv[rank]))
+			err = errors.Join(err, whileBusy(ctx, insists, func() error { return d.workers[rank].Load(ctx, &todo[i], d.kv[rank]) }))
 		}
 		return err
 	})
+}
+
+// whileBusy makes a call, and if the engine insists again while the connector is busy, until the context ends.
+func whileBusy(ctx context.Context, insists bool, call func() error) error {
+	for {
+		err := call()
+		if !insists || !errors.Is(err, connector.ErrBusy) {
+			return err
+		}
+		select {
+		case <-time.After(askAgain):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// tooLate reports whether an error says that the time was not enough, or that the connector was busy all the time.
+func tooLate(err error) bool {
+	return errors.Is(err, context.DeadlineExceeded) || errors.Is(err, connector.ErrBusy)
 }
 
 // names notes the blocks that an error says did not arrive.
