@@ -52,6 +52,7 @@ func ageing(r *rig) {
 	keys, stored, err := e.age(ageEnd(r.Context(), began))
 	if errors.Is(err, context.DeadlineExceeded) {
 		r.overdue(began, "with %d blocks stored, a save of %d more does not return: %v", stored, ageBatch, err)
+		return
 	}
 	if err != nil {
 		r.Skipf("it does not take %d blocks: %v", aged, err)
@@ -130,6 +131,15 @@ func (e *engine) age(end time.Time) (keys []connector.BlockKey, stored int, err 
 	return keys, stored, nil
 }
 
+// ageAgain goes on for as often as calls are measured.
+func ageAgain(yield func() bool) {
+	for n, first := 0, time.Now(); n < ageEnough || n < ageTries && time.Since(first) < ageTrying; n++ {
+		if !yield() {
+			return
+		}
+	}
+}
+
 // pace measures calls with the last of some blocks; false: they cannot be loaded.
 func (e *engine) pace(keys []connector.BlockKey) (p pace, ok bool) {
 	for k := range paces {
@@ -138,8 +148,7 @@ func (e *engine) pace(keys []connector.BlockKey) (p pace, ok bool) {
 	note := func(kind int, began time.Time) { p[kind] = min(p[kind], time.Since(began)) }
 	keys = keys[len(keys)-agePiece:]
 	to := blocks(ageBatch, keys...)
-	first := time.Now()
-	for n := 0; n < ageEnough || n < ageTries && time.Since(first) < ageTrying; n++ {
+	for range ageAgain {
 		began := time.Now()
 		if e.match(keys...) < agePiece {
 			return p, false
@@ -151,8 +160,7 @@ func (e *engine) pace(keys []connector.BlockKey) (p pace, ok bool) {
 		}
 		note(ageOfLoad, began)
 	}
-	first = time.Now()
-	for n := 0; n < ageEnough || n < ageTries && time.Since(first) < ageTrying; n++ {
+	for range ageAgain {
 		bs := blocks(ageBatch, e.keys(agePiece)...)
 		e.fill(bs...)
 		began := time.Now()

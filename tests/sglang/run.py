@@ -40,7 +40,7 @@ LINES = {
 }
 
 TABLE = "| line | what it counted | seconds | load | commit |\n|---|---|---|---|---|\n"
-# Those that run without --all: one for each promise.
+# Those that run without --all.
 SHORT = ("equal", "damage", "engines", "kills", "store")
 
 

@@ -189,7 +189,7 @@ class Case:
         """Ask amid trouble, and wait until everything has ended that this began; give the answer.
 
         On a busy machine a try may show nothing: SGLang gave up before it made the calls that are looked at, those of met, or a neighbour had the
-        processors, and the answer took longer than it may wait for the store. Then the store comes back, and it is asked anew, amid new trouble.
+        processors, and the answer took longer than it may wait for the store. Then the store comes back, and it is asked again, amid new trouble.
         """
         took = []
         while len(took) < self.TRIES:
