@@ -11,6 +11,7 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 
+	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/zmtp"
 )
 
@@ -39,34 +40,22 @@ func (r *zmqRegistrar) Counts() (good, failed int64) { return r.good.Load(), r.f
 
 // run registers as each of the types, at once and then regularly, until ctx ends.
 func (r *zmqRegistrar) run(ctx context.Context, types []string, httpAddress, kvAddress string) {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
 	defer r.hangUp()
-	well := true
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-timer.C:
+	say := func(ctx context.Context, as string) error {
+		err := r.say(ctx, zmqMessage(as, httpAddress, kvAddress))
+		switch {
+		case ctx.Err() != nil: // nobody counts any more
+		case err == nil:
+			r.good.Add(1)
+		default:
+			r.failed.Add(1)
+			r.hangUp()
 		}
-		for _, t := range types {
-			err := r.say(ctx, zmqMessage(t, httpAddress, kvAddress))
-			if ctx.Err() != nil {
-				return
-			}
-			if err == nil {
-				r.good.Add(1)
-			} else {
-				r.failed.Add(1)
-				r.hangUp()
-			}
-			if (err == nil) != well {
-				well = err == nil
-				r.log.Warn("registration with the proxy has changed", "proxy", r.address, "well", well, "error", err)
-			}
-		}
-		timer.Reset(r.every)
+		return err
 	}
+	register.Repeat(ctx, func() time.Duration { return r.every }, types, say, func(err error) {
+		r.log.Warn("registration with the proxy has changed", "proxy", r.address, "well", err == nil, "error", err)
+	})
 }
 
 // say sends one registration, over a new connection if the last one has ended.

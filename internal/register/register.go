@@ -80,6 +80,15 @@ func (c *Client) Run(ctx context.Context, as []Message) {
 	if c.Every == 0 {
 		c.Every = 3 * time.Second
 	}
+	next := func() time.Duration { return time.Duration(float64(c.Every) * (0.9 + 0.2*rand.Float64())) }
+	Repeat(ctx, next, as, c.say, func(err error) {
+		c.Log.Warn("registration with the router has changed", "router", c.URL, "well", err == nil, "error", err)
+	})
+}
+
+// Repeat makes registrations at once and then again and again, next after which time, until ctx ends. changed is told about the first that
+// fails, with its error, and about the first that is well again, without one.
+func Repeat[M any](ctx context.Context, next func() time.Duration, as []M, say func(context.Context, M) error, changed func(error)) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	well := true
@@ -90,16 +99,16 @@ func (c *Client) Run(ctx context.Context, as []Message) {
 		case <-timer.C:
 		}
 		for _, m := range as {
-			err := c.say(ctx, m)
+			err := say(ctx, m)
 			if ctx.Err() != nil {
 				return
 			}
 			if (err == nil) != well {
 				well = err == nil
-				c.Log.Warn("registration with the router has changed", "router", c.URL, "well", well, "error", err)
+				changed(err)
 			}
 		}
-		timer.Reset(time.Duration(float64(c.Every) * (0.9 + 0.2*rand.Float64())))
+		timer.Reset(next())
 	}
 }
 
