@@ -17,7 +17,7 @@ import time
 ARGUMENTS = {
     "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
     "disable_overlap_schedule": True, "skip_server_warmup": True, "enable_cache_report": True, "log_level": "info", "random_seed": 1, "max_running_requests": 4,
-    "page_size": 16, "max_total_tokens": 8192, "context_length": 4096, "mem_fraction_static": 0.3,
+    "page_size": 16, "max_total_tokens": 8192, "context_length": 4096, "mem_fraction_static": 0.6,
     "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_through",
     "hicache_mem_layout": "page_first", "hicache_io_backend": "kernel", "hicache_storage_prefetch_policy": "wait_complete",
     "sleep_on_idle": True,  # else one that waits for its turn takes a core from the others

@@ -51,8 +51,9 @@ class Options:
         self.seed, self.keep, self.connector, self.deps, self.sglang = args.seed, args.keep, args.connector, args.vllm, args.deps
         self.all, self.scratch, self.commit = args.all, args.scratch, commit()
         self.policies = [p for p in args.policies.split(",") if p] or trouble.POLICIES[:len(trouble.POLICIES) if args.all else 1]
-        self.kills, self.pairs = args.kills or (20 if args.all else 4), args.pairs or (6 if args.all else 1)
-        self.answers, self.shared = Answers(sys.executable, args.baseline), Shared(args.scratch)
+        self.kills, self.pairs = args.kills or (20 if args.all else 2), args.pairs or (6 if args.all else 1)
+        self.shared = Shared(args.scratch)
+        self.answers = Answers(sys.executable, args.baseline, pathlib.Path(args.scratch) / "transformers.log")
 
 
 class Line(Rig):
@@ -109,7 +110,7 @@ def main():
     parser.add_argument("--only", default="", help="lines, with commas: " + ", ".join(LINES))
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and of everything random")
     parser.add_argument("--pairs", type=int, default=0, help="turns of a timed comparison; 0: 1, with --all 6")
-    parser.add_argument("--kills", type=int, default=0, help="of the plugin; 0: 4, with --all 20")
+    parser.add_argument("--kills", type=int, default=0, help="of the plugin; 0: 2, with --all 20")
     parser.add_argument("--policies", default="", help="of the line store; default: the first, with --all " + ", ".join(trouble.POLICIES))
     parser.add_argument("--connector", default="", help="only these, with commas")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / ".deps" / "sglang-test.json", help="file for the results")
@@ -140,6 +141,7 @@ def main():
         seconds = round(time.monotonic() - begun)
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": seconds, "stand_ins": stand_ins(), "lines": reports}, indent=1), encoding="utf-8")
     options.shared.stop()
+    options.answers.stop()
     print("\n" + TABLE + "\n".join(map(row, reports)))
     failed = [r["line"] for r in reports if not r["ok"]]
     print(f"\n{len(reports) - len(failed)} of {len(reports)} lines hold" + (f"; failed: {', '.join(failed)}" if failed else "") +

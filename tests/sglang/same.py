@@ -99,7 +99,7 @@ def damaged(rig):
     """A hundred damaged pages; the same damage under SGLang's own backend, to see that it matters."""
     shared, prompts = rig.options.shared, rig.prompts.set("damaged", [545, 560, 575])  # 34 or 35 whole pages each
     want, pages = rig.want(prompts), sum(full(p) // PAGE for p in prompts)
-    engine = shared.kvport(rig)
+    engine, own = shared.both(rig)
     before = pages_in(shared.blocks)
     rig.equal("cold", want, engine.run(prompts))
     engine.flush()
@@ -119,7 +119,6 @@ def damaged(rig):
     rig.equal("mended", want, got)
     check_cached(rig, "mended", got, prompts, "storage")
     engine.check_calls()
-    own = shared.file(rig)
     before = pages_in(shared.own)
     rig.equal("file, cold", want, own.run(prompts))
     own.flush()

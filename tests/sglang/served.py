@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from connectors import configs, fixtures, line, storage
 from connectors import setups as every
-from rig import Engine, Failed, Result, environment
+from rig import Engine, Failed, Result, environment, tail
 
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = 16
@@ -152,6 +153,11 @@ class Shared:
         return self.engine(rig, "file", None, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.own)}, hicache_storage_backend="file",
                            hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": PAGE}))
 
+    def both(self, rig):
+        """Both, kvport's first; where neither runs yet, they start at the same time."""
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(lambda start: start(rig), (self.kvport, self.file)))
+
     def engine(self, rig, name, config, **more):
         """Give an engine with empty caches to a line; start it if none has."""
         if name not in self.engines:
@@ -193,12 +199,15 @@ class Lateness:
 
 
 class Answers:
-    """What transformers answers, computed once for each model."""
+    """What transformers answers, computed once for each model, by one process: its start takes as long as the answers of a line."""
 
-    def __init__(self, python, file):
-        self.python, self.file, self.known = python, file, {}
+    def __init__(self, python, file, log):
+        self.file, self.log, self.known = file, log, {}
         if file and file.exists():
             self.known = json.loads(file.read_text(encoding="utf-8"))
+        with open(log, "w", encoding="utf-8") as to:
+            self.process = subprocess.Popen([python, str(HERE / "reference.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=to, text=True,
+                                            env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
     def want(self, rig, prompts, tokens=TOKENS, model=None):
         """Give the answers to prompts."""
@@ -206,15 +215,25 @@ class Answers:
         key = lambda p: f"{model} {tokens} {' '.join(map(str, p))}"  # noqa: E731
         missing = [p for p in prompts if key(p) not in self.known]
         if missing:
-            done = subprocess.run([self.python, str(HERE / "reference.py"), model], input=json.dumps({"tokens": tokens, "prompts": missing}),
-                                  capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-            if done.returncode != 0:
-                raise Failed("transformers did not answer:\n" + done.stderr[-2000:])
-            self.known.update(zip(map(key, missing), json.loads(done.stdout), strict=True))
+            self.known.update(zip(map(key, missing), self.ask(model, missing, tokens), strict=True))
             if self.file:
                 self.file.write_text(json.dumps(self.known), encoding="utf-8")
             rig.say(f"transformers has answered {len(missing)} prompts")
         return [Result(ids=self.known[key(p)], finish="length") for p in prompts]
+
+    def ask(self, model, prompts, tokens):
+        """Have the process answer."""
+        try:
+            self.process.stdin.write(json.dumps({"model": model, "tokens": tokens, "prompts": prompts}) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            raise Failed("transformers did not answer:\n" + tail(self.log)) from None
+
+    def stop(self):
+        """End the process."""
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def check_cached(rig, what, results, prompts, tier, page=PAGE):

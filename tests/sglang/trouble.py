@@ -40,7 +40,7 @@ def in_time(rig, engine, settings, asked=tuple(METHODS)):
 def rounds(rig):
     """What is done in each round: (victim, signal, amid which kind of call)."""
     n = rig.options.kills
-    out = [("plugin", signal.SIGSTOP if i % 5 == 3 else signal.SIGKILL, ("get", "put")[i % 2]) for i in range(n)]
+    out = [("plugin", signal.SIGSTOP if i % 5 == 1 else signal.SIGKILL, ("get", "put")[i % 2]) for i in range(n)]
     out += [("agent", signal.SIGKILL, ("get", "put")[i % 2]) for i in range(max(1, n * 3 // 20))]
     random.Random(rig.options.seed).shuffle(out)
     return out
@@ -145,7 +145,7 @@ def store(rig):
         case.hung()
         case.full()
         # Under best_effort an idle engine asks what is there, and loads nothing.
-        in_time(rig, case.engine, case.SETTINGS, ("exists", "put") if policy == "best_effort" else tuple(METHODS))
+        in_time(rig, case.engine, case.settings, ("exists", "put") if policy == "best_effort" else tuple(METHODS))
         if policy == "best_effort":
             case.found()
         case.engine.stop()
@@ -156,21 +156,22 @@ def store(rig):
 class Case:
     """One engine with one policy, and its store."""
 
-    SETTINGS = {"exists_ms": 9_000, "get_ms": 15_000, "put_ms": 15_000}
+    LONG = {"exists_ms": 9_000, "get_ms": 15_000, "put_ms": 15_000}
+    SHORT = {"exists_ms": 6_000, "get_ms": 10_000, "put_ms": 10_000}  # without --all
     LATE = 4.0  # seconds by which a slow store answers late: less than each deadline
     AMID = 1 << 19  # bytes after which a transfer is under way, and no page of it is over
     SLOWER = 3  # times as long as before may a busy machine take to compute
     TRIES = 3
 
     def __init__(self, rig, policy):
-        self.rig, self.policy = rig, policy
+        self.rig, self.policy, self.settings = rig, policy, self.LONG if rig.options.all else self.SHORT
         self.server = Valkey(rig, rig.folder / f"valkey-{policy}")
         self.relay = Relay(self.server.address)
         connector, config, _ = remote(self.relay.address)
         config["timeout_ms"] = 60_000  # of the connector: the deadlines that count here are those of this package
         self.warm, self.prompt, *self.fresh = self.all_prompts(rig, policy)
         self.pages = full(self.prompt) // PAGE
-        self.kept = extra(connector, config, self.SETTINGS, {**PATIENT, **BREAKER})
+        self.kept = extra(connector, config, self.settings, {**PATIENT, **BREAKER})
         self.engine = SGLang(rig, policy, self.kept, hicache_storage_prefetch_policy=policy)
         self.alone, self.since, self.held = 0.0, 0, True
 
@@ -181,7 +182,7 @@ class Case:
 
     def waits(self):
         """Seconds that a request may wait for the store: SGLang's policy and our deadlines."""
-        exists, get = self.SETTINGS["exists_ms"] / 1000 + GRACE, self.SETTINGS["get_ms"] / 1000 + GRACE
+        exists, get = self.settings["exists_ms"] / 1000 + GRACE, self.settings["get_ms"] / 1000 + GRACE
         # Under timeout SGLang's own time is 1 s and 0.25 s for each 1,024 tokens.
         return {"wait_complete": exists + get, "timeout": exists + 1.25, "best_effort": 0.0}[self.policy]
 
@@ -278,7 +279,7 @@ class Case:
         before = self.given_up("get")
         self.ask("hung amid a get", lambda: self.hangs(FROM_SERVER, self.AMID), self.asks("get"))
         self.check("hung amid a get", "exists", lambda r: r["done"] == self.pages)
-        self.check("hung amid a get", "get", lambda r: r["done"] < self.pages and r["seconds"] >= 0.9 * self.SETTINGS["get_ms"] / 1000)
+        self.check("hung amid a get", "get", lambda r: r["done"] < self.pages and r["seconds"] >= 0.9 * self.settings["get_ms"] / 1000)
         self.rig.check(self.given_up("get") > before, "no page of a get is counted as late or failed")
         self.comes_back()
 
@@ -288,7 +289,7 @@ class Case:
         self.ask("hung amid a put", lambda: self.hangs(TO_SERVER, self.AMID), prompts=self.fresh)
         self.check("hung amid a put", "put", lambda r: r["done"] == 0)
         longest = max(r["seconds"] for r in self.ended("put"))
-        self.rig.check(longest >= 0.9 * self.SETTINGS["put_ms"] / 1000, f"no put came to its deadline: the longest took {longest:.1f} s")
+        self.rig.check(longest >= 0.9 * self.settings["put_ms"] / 1000, f"no put came to its deadline: the longest took {longest:.1f} s")
         self.rig.check(self.given_up("put") > before, "no page of a put is counted as late or failed")
         self.comes_back()
 
@@ -300,7 +301,7 @@ class Case:
         self.check("hung", "put", lambda r: r["done"] == 0)
         if asked := self.ended("exists"):
             longest = max(r["seconds"] for r in asked)
-            self.rig.check(longest >= 0.9 * self.SETTINGS["exists_ms"] / 1000, f"no question came to its deadline: the longest took {longest:.1f} s")
+            self.rig.check(longest >= 0.9 * self.settings["exists_ms"] / 1000, f"no question came to its deadline: the longest took {longest:.1f} s")
             self.rig.check(self.counted("exists_late", "exists_unanswered") > before, "no question is counted as late")
         self.comes_back()
 
@@ -363,7 +364,7 @@ def times(rig):
     """The same prompts in turn to kvport and to SGLang's own file backend."""
     prompts = {(turn, pages): rig.prompts.cut(f"time {turn} {pages}", pages * PAGE + 1) for turn in range(rig.options.pairs + 1) for pages in (18, 180)}
     answers = {key: [answer] for key, answer in zip(prompts, rig.want(list(prompts.values()), tokens=1), strict=True)}
-    engines = {"kvport": rig.options.shared.kvport(rig), "file": rig.options.shared.file(rig)}
+    engines = dict(zip(("kvport", "file"), rig.options.shared.both(rig), strict=True))
     seconds = {(name, pages, part): [] for name in engines for pages in (18, 180) for part in METHODS}
     for turn in range(rig.options.pairs + 1):
         for pages in 18, 180:
