@@ -21,6 +21,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "vllm"))  # what both have in common
 
+import page  # noqa: E402
 import same  # noqa: E402
 import trouble  # noqa: E402
 from rig import ROOT, Rig, run_line  # noqa: E402
@@ -29,6 +30,7 @@ from served import Answers, Shared, setups  # noqa: E402
 LINES = {
     "equal": (same.equal, "every way of a page: cold, device, host, store, a new engine; connectors and layouts: transformers' tokens"),
     "damage": (same.damaged, "100 damaged pages: transformers' tokens, all counted, mended; SGLang's own backend answers wrongly"),
+    "page": (page.page, "sglang.launch_server with the command and the default deadlines of docs/sglang.md: transformers' tokens, pages found in another process"),
     "others": (same.others, "engines of another layout, page size, dtype and model on one folder: none takes another's page"),
     "weights": (same.updated, "weights changed in a running engine: its answers are those of the new ones, and no page of one is taken for the other's"),
     "engines": (same.engines, "SGLang, vLLM and kvport's engine on one folder: none is offered what another wrote; planted, it is refused"),
@@ -111,7 +113,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and of everything random")
     parser.add_argument("--pairs", type=int, default=0, help="turns of a timed comparison; 0: 1, with --all 6")
     parser.add_argument("--kills", type=int, default=0, help="of the plugin; 0: 2, with --all 20")
-    parser.add_argument("--policies", default="", help="of the line store; default: the first, with --all " + ", ".join(trouble.POLICIES))
+    parser.add_argument("--policies", default="", help="of the lines store and kills; default: the first, with --all " + ", ".join(trouble.POLICIES))
     parser.add_argument("--connector", default="", help="only these, with commas")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / ".deps" / "sglang-test.json", help="file for the results")
     parser.add_argument("--deps", type=pathlib.Path, default=ROOT / ".deps" / "sglang", help="where sglang_setup.py put SGLang")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from connectors import configs, fixtures, line, storage
 from connectors import setups as every
-from rig import Engine, Failed, Result, environment, tail
+from rig import ROOT, Engine, Failed, Result, environment, tail
 
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = 16
@@ -52,6 +52,16 @@ def extra(connector, config, settings=None, kvport=None, **more):
             "prefetch_threshold": PAGE, "kv_transfer_config": inner, "kvport_sglang": settings or UNHURRIED, **more}
 
 
+def surroundings(rig, more):
+    """What the environment of SGLang's processes has beside that of others."""
+    deps = rig.options.sglang
+    return {"PYTHONPATH": os.pathsep.join(map(str, (HERE / "stubs", deps / "overlay"))), "SGLANG_USE_CPU_ENGINE": "1",
+            "TORCH_EXTENSIONS_DIR": str(deps / "extensions"), "PYTHONPYCACHEPREFIX": str(deps / "pycache"),
+            "PYTHONDONTWRITEBYTECODE": "",  # three processes would compile everything again
+            "PATH": os.pathsep.join(map(str, (pathlib.Path(sys.executable).parent, ROOT / "bin", os.environ["PATH"]))),  # with the ninja of this Python
+            **more}
+
+
 class SGLang(Engine):
     """One engine of SGLang, with all its processes; see engine.py."""
 
@@ -59,15 +69,10 @@ class SGLang(Engine):
         folder = folder or rig.folder
         self.rig, self.name, self.log = rig, name, folder / f"{name}.log"
         self.calls_log, self.ours = folder / f"{name}.calls", config is not None
-        deps = rig.options.sglang
         given = {"model_path": str(rig.model), "hicache_mem_layout": layout, "hicache_io_backend": LAYOUTS[layout], **arguments}
         if config is not None:
             given.update(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=json.dumps(config))
-        env = environment({"PYTHONPATH": os.pathsep.join(map(str, (HERE / "stubs", deps / "overlay"))), "SGLANG_USE_CPU_ENGINE": "1",
-                           "TORCH_EXTENSIONS_DIR": str(deps / "extensions"), "PYTHONPYCACHEPREFIX": str(deps / "pycache"),
-                           "CALLS_LOG": str(self.calls_log), **(env or {})})
-        env["PATH"] = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # the ninja of this environment
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # three processes would compile everything again
+        env = environment(surroundings(rig, {"CALLS_LOG": str(self.calls_log), **(env or {})}))
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([sys.executable, str(HERE / "engine.py"), json.dumps(given)], stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=folder)

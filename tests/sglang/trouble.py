@@ -37,11 +37,12 @@ def in_time(rig, engine, settings, asked=tuple(METHODS)):
         rig.check(not late, f"{engine.name}: {kind} ended after its deadline of {deadline:.0f} s: {late}")
 
 
-def rounds(rig):
-    """What is done in each round: (victim, signal, amid which kind of call)."""
-    n = rig.options.kills
-    out = [("plugin", signal.SIGSTOP if i % 5 == 1 else signal.SIGKILL, ("get", "put")[i % 2]) for i in range(n)]
-    out += [("agent", signal.SIGKILL, ("get", "put")[i % 2]) for i in range(max(1, n * 3 // 20))]
+def rounds(rig, policy):
+    """What is done in each round under a policy, less under others than the first: (victim, signal, amid which kind of call)."""
+    n = rig.options.kills if policy == rig.options.policies[0] else max(2, rig.options.kills // 5)
+    kinds = ("put", "put") if policy == "best_effort" else ("get", "put")  # on an idle engine it gets nothing
+    out = [("plugin", signal.SIGSTOP if i % 5 == 1 else signal.SIGKILL, kinds[i % 2]) for i in range(n)]
+    out += [("agent", signal.SIGKILL, kinds[i % 2]) for i in range(max(1, n * 3 // 20))]
     random.Random(rig.options.seed).shuffle(out)
     return out
 
@@ -53,13 +54,13 @@ class Kills:
     AMID = 1 << 19  # bytes after which a transfer is held: less than a page, so none of its pages is over
     DIRECTION = {"get": FROM_SERVER, "put": TO_SERVER}
 
-    def __init__(self, rig):
-        self.rig = rig
-        server = Valkey(rig, rig.folder / "valkey")
+    def __init__(self, rig, policy):
+        self.rig, self.policy, self.landed = rig, policy, 0
+        server = Valkey(rig, rig.folder / f"valkey-{policy}")
         self.relay = Relay(server.address)
         self.relay.come()
         connector, config, self.plugin = remote(self.relay.address)
-        self.engine = SGLang(rig, "engine", extra(connector, config, self.SETTINGS, BREAKER))
+        self.engine = SGLang(rig, policy, extra(connector, config, self.SETTINGS, BREAKER), hicache_storage_prefetch_policy=policy)
 
     def strike(self, prompts, want, victim, signum, kind):
         """Answer prompts, and strike a process amid a get or put of theirs; the process id of who was struck."""
@@ -74,54 +75,76 @@ class Kills:
                 os.kill(pid, signum)
             self.rig.equal(f"{victim} {signum.name} amid a {kind}", want, answers.result())
         self.engine.settle()
-        calls = [r for r in self.engine.rows()[since:] if "seconds" in r and r["method"] in METHODS[kind]]
-        within = [r for r in calls if r["begun"] <= struck <= r["begun"] + r["seconds"]]
+        within = [r for r in ended(self.engine, since, kind) if r["begun"] <= struck <= r["begun"] + r["seconds"]]
+        self.landed += bool(within)
         self.rig.count(f"{victim} {signum.name}")
         self.rig.count(f"landed within a {kind}", int(bool(within)))
         self.rig.count("of those, calls whose pages did not all come through", int(any(r["done"] < r["keys"] for r in within)))
         return word, pid
 
+    def recover(self, prompt, want, word, pid):
+        """Wait until a successor serves hits again."""
+        end = time.monotonic() + 120
+        while True:
+            self.engine.flush()
+            since = len(self.engine.rows())
+            got = self.engine.run([prompt])
+            self.rig.equal("afterwards", [want], got)
+            self.engine.settle()
+            served = got[0].cached["storage"] >= full(prompt) or succeed(self.policy, self.engine, since, full(prompt) // PAGE)
+            if served and process(self.engine, word) not in (0, pid):
+                self.rig.count("recoveries shown by a hit" if self.policy != "best_effort" else "recoveries shown by pages that are found or stored")
+                return
+            self.rig.check(time.monotonic() < end, f"no hit within 120 s after {word} {pid} was ended")
+
 
 def kills(rig):
-    """Kill and stop the plugin and kill the agent amid gets and puts."""
-    todo = rounds(rig)
+    """Kill and stop the plugin and kill the agent amid gets and puts, under each policy that is asked for."""
+    for policy in rig.options.policies:
+        killed(rig, policy)
+
+
+def killed(rig, policy):
+    """The same under one policy."""
+    todo = rounds(rig, policy)
     prompts = rig.prompts.set("killed", [500, 300])
     fresh = [rig.prompts.cut(f"stored amid a kill {at}", 200) for at in range(len(todo))]
     answers = rig.want([*prompts, *fresh])  # all at once
     want, want_fresh = answers[:len(prompts)], answers[len(prompts):]
-    k = Kills(rig)
+    k = Kills(rig, policy)
     engine = k.engine
     rig.equal("cold", want, engine.run(prompts))
     for at, (victim, signum, kind) in enumerate(todo):
         if at % 5 == 0:
-            rig.say(f"{at} of {len(todo)} rounds")
+            rig.say(f"{policy}: {at} of {len(todo)} rounds")
         engine.flush()
         mine, theirs = ([fresh[at]], [want_fresh[at]]) if kind == "put" else (prompts, want)
         word, pid = k.strike(mine, theirs, victim, signum, kind)
-        recover(rig, engine, prompts[1], want[1], word, pid)
+        k.recover(prompts[1], want[1], word, pid)
     rig.check(engine.alive(), "SGLang has ended")
-    landed, agents = sum(rig.counts.get(f"landed within a {kind}", 0) for kind in METHODS), sum(victim == "agent" for victim, _, _ in todo)
-    rig.check(landed == len(todo), f"only {landed} of {len(todo)} landed within a transfer")
+    agents = sum(victim == "agent" for victim, _, _ in todo)
+    rig.check(k.landed == len(todo), f"{policy}: only {k.landed} of {len(todo)} landed within a transfer")
     rig.check((lost := engine.number("kvport_sglang_agents_lost_total")) == agents, f"{lost} agents have ended, {agents} were killed")
     failed = sum(engine.number(f"kvport_sglang_{kind}_{how}_pages_total") for kind in ("get", "put") for how in ("failed", "unanswered", "late"))
     rig.check(failed > 0, "no page of a get or put has failed")
-    rig.show("pages of gets and puts that failed", failed)
-    in_time(rig, engine, k.SETTINGS)
+    rig.count("pages of gets and puts that failed", failed)
+    in_time(rig, engine, k.SETTINGS, ("exists", "put") if policy == "best_effort" else tuple(METHODS))
     engine.stop()
     k.relay.stop()
 
 
-def recover(rig, engine, prompt, want, word, pid):
-    """Wait until a successor serves hits again."""
-    end = time.monotonic() + 120
-    while True:
-        engine.flush()
-        got = engine.run([prompt])
-        rig.equal("afterwards", [want], got)
-        if got[0].cached["storage"] >= full(prompt) and process(engine, word) not in (0, pid):
-            rig.count("recoveries shown by a hit")
-            return
-        rig.check(time.monotonic() < end, f"no hit within 120 s after {word} {pid} was ended")
+def ended(engine, since, kind):
+    """The calls of a kind that have ended since the log had so many rows."""
+    return [r for r in engine.rows()[since:] if "seconds" in r and r["method"] in METHODS[kind]]
+
+
+def succeed(policy, engine, since, pages):
+    """Whether so many pages were found and loaded under a policy that may not wait for them: timeout, when the machine is busy. Under best_effort
+    SGLang takes pages only if it must wait anyway, and an idle engine may not even ask: there it is enough that they are found or stored."""
+    most = {kind: max((r["done"] for r in ended(engine, since, kind)), default=0) for kind in METHODS}
+    if policy == "best_effort":
+        return max(most["exists"], most["put"]) >= pages
+    return policy == "timeout" and most["get"] >= pages
 
 
 def remote(connected):
@@ -231,7 +254,7 @@ class Case:
 
     def ended(self, kind):
         """The calls of a kind that have ended since the last request began."""
-        return [r for r in self.engine.rows()[self.since:] if "seconds" in r and r["method"] in METHODS[kind]]
+        return ended(self.engine, self.since, kind)
 
     def check(self, what, kind, right):
         """Check every call of a kind since the last request began."""
@@ -337,19 +360,11 @@ class Case:
             self.rig.equal(f"{self.policy}, store back", self.rig.want([self.prompt]), got)
             self.engine.flush()
             self.engine.settle()
-            if got[0].cached["storage"] == full(self.prompt) or self.calls_succeed():
+            if got[0].cached["storage"] == full(self.prompt) or succeed(self.policy, self.engine, self.since, self.pages):
                 self.rig.count("times that the store was back")
                 return
             done = {kind: [r["done"] for r in self.ended(kind)] for kind in METHODS}
             self.rig.check(time.monotonic() < end, f"{self.policy}: the store is not found again: {got[0].cached}, calls gave {done}")
-
-    def calls_succeed(self):
-        """Whether all pages were found and loaded under a policy that may not wait for them: timeout, when the machine is busy. Under best_effort
-        SGLang takes pages only if it must wait anyway, and an idle engine may not even ask: there it is enough that they are found or stored."""
-        most = {kind: max((r["done"] for r in self.ended(kind)), default=0) for kind in METHODS}
-        if self.policy == "best_effort":
-            return max(most["exists"], most["put"]) >= self.pages
-        return self.policy == "timeout" and most["get"] >= self.pages
 
 
 def took(engine, since, part, pages):
