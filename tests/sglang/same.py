@@ -1,5 +1,6 @@
 """Lines about equal tokens: every way of a page, and pages that are not ours."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -8,7 +9,7 @@ from connectors import storage, typical
 from faults import find
 from rig import ROOT, Failed, Server, free_port, kvport, tail
 from rig import Engine as VLLM
-from served import LAYOUTS, PAGE, TOKENS, SGLang, check_cached, extra, full, named, stored
+from served import LAYOUTS, PAGE, TOKENS, Ahead, SGLang, check_cached, extra, full, named, stored
 
 PAGE_BYTES = 2 * 30 * PAGE * 3 * 64 * 4  # K and V, layers, tokens, heads, of a head, float32
 BLOCK = 32  # tokens of a block of vLLM on a CPU: no fewer, so pages are as long where there is a vLLM
@@ -56,21 +57,30 @@ def equal_cases(rig):
     return cases
 
 
+def starts(rig, cases):
+    """What starts the engines of some cases: one that evicts soon, and where others can read its store, a new one."""
+    for label, setup, config, layout, more in cases:
+        name, kept = label.replace(" ", "-").replace(",", ""), extra(setup.connector, config, **more)
+        yield functools.partial(SGLang, rig, name, kept, layout, max_total_tokens=SMALL)
+        if setup.shared and not more:
+            yield functools.partial(SGLang, rig, name + "-new", kept, layout)
+
+
 def equal(rig):
     """All ways of a page, each connector and layout; then in a new engine, which goes on with a longer prompt."""
+    cases = equal_cases(rig)
+    engines = Ahead(starts(rig, cases))
     prompts = rig.prompts.set("ways", [297, 500])
     want = rig.want(prompts)
     turn = [p + list(w.ids) + rig.prompts.cut("turn", 24) for p, w in zip(prompts, want, strict=True)]
     want2 = rig.want(turn)
-    for label, setup, config, layout, more in equal_cases(rig):
-        name = label.replace(" ", "-").replace(",", "")
-        kept = extra(setup.connector, config, **more)
-        engine = SGLang(rig, name, kept, layout, max_total_tokens=SMALL)
+    for label, setup, _, _, more in cases:
+        engine = engines.take()
         ways(rig, label, engine, prompts, want)
         engine.check_calls()
         engine.leave()
         if setup.shared and not more:
-            engine = SGLang(rig, name + "-new", kept, layout)
+            engine = engines.take()
             got = engine.run(turn)
             rig.equal(f"{label}, a new engine", want2, got)
             check_cached(rig, f"{label}, a new engine", got, prompts, "storage")
@@ -96,10 +106,10 @@ def spoil(files):
 
 
 def damaged(rig):
-    """A hundred damaged pages; the same damage under SGLang's own backend, to see that it matters."""
+    """A hundred damaged pages; not in short, the same damage under SGLang's own backend, to see that it matters."""
     shared, prompts = rig.options.shared, rig.prompts.set("damaged", [545, 560, 575])  # 34 or 35 whole pages each
     want, pages = rig.want(prompts), sum(full(p) // PAGE for p in prompts)
-    engine, own = shared.both(rig)
+    engine, own = shared.both(rig) if rig.options.all else (shared.kvport(rig), None)
     before = pages_in(shared.blocks)
     rig.equal("cold", want, engine.run(prompts))
     engine.flush()
@@ -119,11 +129,17 @@ def damaged(rig):
     rig.equal("mended", want, got)
     check_cached(rig, "mended", got, prompts, "storage")
     engine.check_calls()
-    before = pages_in(shared.own)
+    if own:
+        spoiled_too(rig, own, prompts, want, len(files))
+
+
+def spoiled_too(rig, own, prompts, want, pages):
+    """The control: the same damage under SGLang's own backend, which stores as many pages, changes answers."""
+    before = pages_in(rig.options.shared.own)
     rig.equal("file, cold", want, own.run(prompts))
     own.flush()
-    same = pages_in(shared.own) - before
-    rig.check(len(same) == len(files), f"SGLang's own backend stored {len(same)} pages, ours {len(files)}")
+    same = pages_in(rig.options.shared.own) - before
+    rig.check(len(same) == pages, f"SGLang's own backend stored {len(same)} pages, ours {pages}")
     spoil(same)
     got = own.run(prompts)
     wrong = sum(list(w.ids) != list(g.ids) for w, g in zip(want, got, strict=True))
@@ -272,15 +288,16 @@ def engines(rig):
     _, connector, config = storage(rig, rig.folder / "blocks")
     folder = Folder(rig.folder / "blocks")
     ours, theirs = [rig.prompts.cut("of SGLang", 300)], [rig.prompts.cut("of the others", 300)]
-    want_ours, want_theirs = rig.want(ours), rig.want(theirs)
     whole = 300 // BLOCK  # pages or blocks of a prompt
-    first = SGLang(rig, "first", extra(connector, config), page_size=BLOCK)
+    sglang = Ahead(functools.partial(SGLang, rig, name, extra(connector, config), page_size=BLOCK) for name in ("first", "last"))
+    want_ours, want_theirs = rig.want(ours), rig.want(theirs)
+    first = sglang.take()
     rig.equal("SGLang", want_ours, first.run(ours))
     first.leave()
     rig.check((n := folder.wrote("SGLang")) >= whole, f"SGLang wrote {n} pages, want {whole}")
     by_the_vllm(rig, connector, config, ours + theirs, want_ours + want_theirs, folder)
     by_kvport_serve(rig, connector, config, ours + theirs, folder)
-    last = SGLang(rig, "last", extra(connector, config), page_size=BLOCK)
+    last = sglang.take()
     got = last.run(theirs)
     rig.equal("SGLang afterwards", want_theirs, got)
     rig.check(got[0].cached["storage"] == 0, f"SGLang took what others wrote: {got[0].cached}")

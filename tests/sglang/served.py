@@ -141,6 +141,25 @@ class SGLang(Engine):
         return int(sum(v for k, v in self.numbers().items() if k.split("{")[0] == name and all(label in k for label in labels)))
 
 
+class Ahead:
+    """Engines of a line, each started while the one before is in use: a start takes longer than most of what is asked of it."""
+
+    def __init__(self, starts):
+        self.thread, self.starts = ThreadPoolExecutor(1), iter(starts)
+        self.begin()
+
+    def begin(self):
+        """Have the next one started."""
+        start = next(self.starts, None)
+        self.coming = start and self.thread.submit(start)
+
+    def take(self):
+        """Give the next one, and begin with the one after it."""
+        engine = self.coming.result()
+        self.begin()
+        return engine
+
+
 class Shared:
     """Two engines that lines use one after another, since a start takes longer than most of them: kvport's, and SGLang's own file backend."""
 
