@@ -26,12 +26,6 @@ def digest(fields: Iterable[bytes | str]) -> bytes:
     return h.digest()
 
 
-def stamp_of(path: pathlib.Path) -> list[int]:
-    """Describe a file without reading it: one that was written again has another stamp."""
-    info = path.stat()
-    return [info.st_size, info.st_mtime_ns, info.st_ino]
-
-
 class ContentCache:
     """Content hashes of files, remembered by path, size and time: weights are read once, not at each start."""
 
@@ -44,7 +38,8 @@ class ContentCache:
     def file(self, path: pathlib.Path) -> str:
         """Hash a file, or remember its hash."""
         path = path.resolve()
-        stamp = stamp_of(path)
+        info = path.stat()
+        stamp = [info.st_size, info.st_mtime_ns, info.st_ino]
         known = self._load()
         entry = known.get(str(path))
         if isinstance(entry, list) and len(entry) == 4 and entry[:3] == stamp:

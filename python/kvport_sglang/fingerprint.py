@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvport_agent.content import ContentCache, content_of, content_of_files, digest, files_in, local_folder, model_files, stamp_of
+from kvport_agent.content import ContentCache, content_of, content_of_files, digest, files_in, local_folder, model_files
 from kvport_agent.errors import UnsupportedError
 
 from .pool import Geometry
@@ -174,10 +174,17 @@ def files(server_args: Any) -> dict[str, str | None]:
     for name, revision, listed in _sources(server_args):
         folder = local_folder(name, revision)
         if folder is not None and os.path.exists(name):
-            found.update((str(p), str(stamp_of(p))) for p in listed(folder))
+            found.update((str(p), _stamp(p)) for p in listed(folder))
         else:
             found[name] = None if folder is None else str(folder)
     return found
+
+
+def _stamp(path: pathlib.Path) -> str:
+    # Not its number, which changes by itself on some mounts of object stores. A file of the same size and mtime that took
+    # its place has another ctime.
+    info = path.stat()
+    return f"{info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}"
 
 
 _Source = tuple[str, str | None, Callable[[pathlib.Path], list[pathlib.Path]]]

@@ -1,4 +1,4 @@
-"""Which files SGLang has loaded, by size and time, from before it did.
+"""Which files SGLang has loaded, by size and times, from before it did.
 
 A backend hashes them when it is made, which may be days later. Where they were written meanwhile, the hashes are of
 other weights than those that this process computes with.

@@ -25,6 +25,8 @@ def args(here, server_args, monkeypatch):
     (here / "a").mkdir()
     (here / "a" / "adapter_config.json").write_text("{}")
     (here / "scales.json").write_text("1.0")
+    for path in (*model.iterdir(), here / "a" / "adapter_config.json", here / "scales.json"):
+        os.utime(path, ns=(1, 1))  # long ago: clocks of file systems are coarse
     return server_args(
         model_path=str(model), trust_remote_code=True, lora_paths=[f"a={here / 'a'}"], quantization_param_path=str(here / "scales.json")
     )
@@ -44,6 +46,14 @@ def test_weights_that_are_trained_in_place(engine, args, here, caplog):
     assert engine().exists(NAMES) == 0
 
 
+def write_as_old(path):
+    """Write a file so that only its ctime shows that, as tools do that keep times."""
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        path.write_bytes(b"two")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 WRITES = {
     "weights": lambda here, model: (model / "model.safetensors").write_bytes(b"two"),
     "more weights": lambda here, model: (model / "model-2.safetensors").write_bytes(b"two"),
@@ -52,7 +62,7 @@ WRITES = {
     "code": lambda here, model: (model / "modeling.py").write_text("two"),
     "adapter": lambda here, model: (here / "a" / "adapter_config.json").write_text('{"a": 1}'),
     "a file that an argument names": lambda here, model: (here / "scales.json").write_text("2.0"),
-    "of one size": lambda here, model: os.utime(model / "model.safetensors", ns=(1, 1)),
+    "weights of the same size and time": lambda here, model: write_as_old(model / "model.safetensors"),
     "a link to another model": lambda here, model: (model.rename(here / "old"), model.symlink_to(rig.model(here, b"two"))),
 }
 
