@@ -48,12 +48,16 @@ type dir struct {
 
 // openDir opens the folder at path, and unless readOnly makes it when it is missing.
 func openDir(path string, readOnly bool) (*dir, error) {
+	var made error
 	if !readOnly {
-		if err := os.MkdirAll(path, 0o700); err != nil && !unwritable(err) {
-			return nil, err
+		if made = os.MkdirAll(path, 0o700); made != nil && !unwritable(made) {
+			return nil, made
 		}
 	}
 	root, err := os.OpenRoot(path)
+	if made != nil && errors.Is(err, fs.ErrNotExist) {
+		return nil, made // says why it is not there
+	}
 	if err != nil {
 		return nil, err
 	}

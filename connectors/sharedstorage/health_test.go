@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -83,6 +84,13 @@ func TestReadOnlyByConfig(t *testing.T) {
 	require.EqualValues(t, 1, s.Counts().Refused)
 	after, _ := files(t, dir)
 	require.Equal(t, before, after)
+}
+
+// Nobody makes folders in /sys, root neither.
+func TestFolderThatCannotBeMade(t *testing.T) {
+	_, err := newStore(slog.New(slog.DiscardHandler), Config{Path: "/sys/kvport/kv"})
+	require.ErrorContains(t, err, "shared_storage_path /sys/kvport/kv: mkdir /sys/kvport: ")
+	require.NotErrorIs(t, err, fs.ErrNotExist, "it hides why")
 }
 
 // Root ignores modes, so an unwritable folder is made by mounting one read-only where that is

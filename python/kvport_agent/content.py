@@ -69,27 +69,39 @@ class ContentCache:
             os.replace(name, self._path)
 
 
-def content_of(folder: pathlib.Path, cache: ContentCache) -> bytes | None:
-    """Hash the weights and configs of a model's folder; None if there are no weights in it."""
+def model_files(folder: pathlib.Path, every: bool = False) -> list[pathlib.Path]:
+    """List the weights and configs of a model; none if there are no weights.
+
+    Where there are safetensors, engines load these, and no others are listed, except with every.
+    """
     if folder.is_file():
-        return digest(["file", cache.file(folder)])
+        return [folder]
     if not folder.is_dir():
-        return None
+        return []
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHTS and p.is_file())
     if not weights:
-        return None
-    if any(p.suffix == ".safetensors" for p in weights):
-        weights = [p for p in weights if p.suffix == ".safetensors"]  # what vLLM prefers to load
-    configs = [folder / name for name in _CONFIGS if (folder / name).is_file()]
-    fields = ["folder"]
-    for path in [*weights, *configs]:
-        fields += [path.name, cache.file(path)]
-    return digest(fields)
+        return []
+    if not every and any(p.suffix == ".safetensors" for p in weights):
+        weights = [p for p in weights if p.suffix == ".safetensors"]
+    return [*weights, *(folder / name for name in _CONFIGS if (folder / name).is_file())]
+
+
+def content_of(folder: pathlib.Path, cache: ContentCache, every: bool = False) -> bytes | None:
+    """Hash the weights and configs of a model; None if there are no weights. For every see model_files."""
+    if folder.is_file():
+        return digest(["file", cache.file(folder)])
+    files = model_files(folder, every)
+    return digest(["folder", *(field for p in files for field in (p.name, cache.file(p)))]) if files else None
+
+
+def files_in(path: pathlib.Path) -> list[pathlib.Path]:
+    """List a file, or the files in a folder."""
+    return [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
 
 
 def content_of_files(path: pathlib.Path, cache: ContentCache) -> list[str]:
     """Give name and hash of a file, or of each file in a folder; an error if there are none."""
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    files = files_in(path)
     if not files:
         raise FileNotFoundError(f"{path} has no files")
     return [field for p in files for field in (p.name, cache.file(p))]

@@ -18,6 +18,7 @@ from .errors import KvportError
 
 _START_TIMEOUT = 15.0
 _MAX_PATH = 100  # of a unix socket, with some room
+_ANOTHER = "name another folder here, or set XDG_RUNTIME_DIR to one that is there"
 
 
 def runtime_dir(named: str = "") -> pathlib.Path:
@@ -28,10 +29,13 @@ def runtime_dir(named: str = "") -> pathlib.Path:
         folder = pathlib.Path(runtime) / "kvport"
     else:
         folder = pathlib.Path(tempfile.gettempdir()) / f"kvport-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=False, exist_ok=True)
-    info = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, parents=False, exist_ok=True)
+        info = folder.lstat()
+    except OSError as err:
+        raise KvportError(f"agent_socket_dir: {folder} cannot be made ({err.strerror}); {_ANOTHER}") from err
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise KvportError(f"{folder} is not a folder of ours with mode 0700; remove it, or set XDG_RUNTIME_DIR")
+        raise KvportError(f"agent_socket_dir: {folder} is not a folder of ours with mode 0700; remove it, or {_ANOTHER}")
     return folder
 
 
@@ -54,7 +58,7 @@ class Spawner:
         base = runtime_dir(folder) / ("agent-" + hashlib.sha256(engine.encode()).hexdigest()[:16])
         self.path = str(base) + ".sock"
         if len(self.path) > _MAX_PATH:
-            raise KvportError(f"{self.path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter path")
+            raise KvportError(f"agent_socket_dir: {self.path} is too long for a socket; {_ANOTHER}, with a shorter path")
         self._lock_path = str(base) + ".lock"
         self._config_path = str(base) + ".json"
         self._lock: int | None = None

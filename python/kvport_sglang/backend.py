@@ -15,13 +15,13 @@ from typing import Any
 
 from sglang.srt.mem_cache import hicache_storage as _hicache  # type: ignore[import-not-found,unused-ignore]
 
-from kvport_agent.content import ContentCache
-from kvport_agent.errors import ConfigError, UnsupportedError
+from kvport_agent.content import ContentCache, digest
+from kvport_agent.errors import ConfigError, KvportError, UnsupportedError
 from kvport_agent.guard import Faults
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
-from . import config, fingerprint, weights
+from . import config, fingerprint, loaded, weights
 from . import pool as pool_
 from .bounce import NUMBER, Bounce
 from .client import Client
@@ -69,6 +69,9 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         said = config.check(self._config)
         fingerprint.rank(storage_config)  # raises if it cannot be served
         self._model = fingerprint.model(storage_config, ContentCache())
+        if loaded.FILES.changed():  # asked when they have been hashed: that may take minutes, too
+            why = "or files that go with them were changed on disk since they were loaded"
+            self._model = digest([self._model, fingerprint.unknown(why)])
         self.faults = Faults(log)
         self.numbers = Numbers()
         self._client: Client | None = None
@@ -86,8 +89,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             )
         if not weights.WEIGHTS.watched:
             log.warning(
-                "kvport: SGLang does not show when it changes its weights: never change those of this engine while it runs, "
-                "or pages of the old ones would be found (is kvport left out of SGLANG_PLUGINS?)"
+                "kvport: SGLang does not show when it loads or changes its weights: never change those of this engine, or their files, "
+                "while it runs, or pages of the old ones would be found (is kvport left out of SGLANG_PLUGINS?)"
             )
 
     # -- the start
@@ -119,12 +122,18 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             client.share(POOL, self._shared.fd, self._shared.size)
         client.share(NUMBER, bounce.memfd.fd, bounce.memfd.size)
         self._say(room)
-        client.start()
+        try:
+            client.start()
+        except KvportError as err:
+            if "attach_pages.pages:" in str(err):  # more memory than the agent may take
+                raise ConfigError(f"kvport_sglang.memory_bytes: is {self._config.memory_bytes}: {err}") from err
+            raise
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take the pool once more; refuse other kinds of pool."""
         kind = str(getattr(host_pool_name, "value", host_pool_name))
         if kind != "kv":
+            self.close()  # where it is attached to a running engine, SGLang keeps a backend that has raised here
             raise UnsupportedError(f"the model keeps state in a pool of kind {kind}: kvport serves models with a KV cache only")
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -136,9 +145,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         return int(min(room, 4096, max(2, _MOST_NUMBERS // len(self._pages.lengths))))
 
     def _spawner(self) -> Spawner:
-        c = self._config
         # A name of its own: another process may have the same config, also its engine_id, and would find our agent busy for ever.
-        return Spawner(c.binary, c.text, f"{c.engine}/{uuid.uuid4().hex}", c.socket_dir)
+        return config.spawner(self._config, f"{self._config.engine}/{uuid.uuid4().hex}")
 
     def _attach(self, room: int) -> Any:
         attach = message("AgentAttachPages")(version=1, engine=self._config.engine, hashes=HASHES, pages=room)

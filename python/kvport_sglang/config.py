@@ -6,15 +6,19 @@ inner one, exactly what kvport takes elsewhere. kvport_sglang has the settings o
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from kvport_agent.binary import Checked, checked, find_binary
-from kvport_agent.errors import ConfigError
+from kvport_agent.errors import ConfigError, KvportError
+from kvport_agent.spawn import Spawner
 
 MODULE = "kvport_sglang"
+_CLASS = "KvportHiCache"
+_NAMES = {"backend_name": ("kvport",), "module_path": (MODULE, f"{MODULE}.backend"), "class_name": (_CLASS,)}
 _INNER, _OWN = "kv_transfer_config", "kvport_sglang"
 _ROLE = "kv_both"
 _MIB = 1 << 20
@@ -52,18 +56,29 @@ _SETTINGS = {
 }
 
 
+def meant(extra: dict[str, Any]) -> bool:
+    """Say whether SGLang's extra config means this package, also by a wrong name."""
+    package = str(extra.get("module_path", "")).split(".")[0]
+    if package == MODULE:
+        return True
+    ours = _INNER in extra or _OWN in extra or extra.get("class_name") == _CLASS
+    return ours and (not package or importlib.util.find_spec(package) is None)
+
+
+def names(extra: dict[str, Any]) -> None:
+    """Check the names by which SGLang finds the backend. What the backend is called is the user's choice."""
+    for field, want in _NAMES.items():
+        if field not in extra:
+            raise ConfigError(f"{field}: is missing, want {want[0]}")
+        if field != "backend_name" and extra[field] not in want:
+            raise ConfigError(f"{field}: is {extra[field]!r}, want {want[0]}")
+
+
 def parse(extra: Any, rank: str) -> Config:
     """Read SGLang's extra config for one rank; errors name the field."""
     if not isinstance(extra, dict):
         raise ConfigError(f"hicache_storage_backend_extra_config: is {extra!r}, want an object")
-    inner = extra.get(_INNER)
-    if not isinstance(inner, dict) or not inner:
-        raise ConfigError(
-            f"{_INNER}: is missing; put the config of `kvport serve` here, such as "
-            '{"kv_connector": "NAME", "kv_role": "kv_both", "kv_connector_extra_config": {...}}'
-        )
-    if inner.get("kv_connector_module_path") == MODULE or _INNER in inner:
-        raise ConfigError(f"{_INNER}: is the outer object of SGLang's config; give the inner one")
+    inner = _inner(extra.get(_INNER))
     for name in extra:
         if name.startswith("kv") and name not in (_INNER, _OWN):
             raise ConfigError(
@@ -90,6 +105,22 @@ def parse(extra: Any, rank: str) -> Config:
         memory_bytes=int(own["memory_bytes"]),
         socket_dir=str(own["agent_socket_dir"]),
     )
+
+
+def _inner(given: Any) -> dict[str, Any]:
+    """Take the config of kvport, whose content is for kvport itself to check."""
+    if isinstance(given, str):
+        raise ConfigError(
+            f"{_INNER}: is text, want the object itself; what is in a file is given by --hicache-storage-backend-extra-config @FILE.json"
+        )
+    if not isinstance(given, dict) or not given:
+        raise ConfigError(
+            f"{_INNER}: is missing; put the config of `kvport serve` here, such as "
+            '{"kv_connector": "NAME", "kv_role": "kv_both", "kv_connector_extra_config": {...}}'
+        )
+    if given.get("kv_connector_module_path") == MODULE or _INNER in given:
+        raise ConfigError(f"{_INNER}: is the outer object of SGLang's config; give the inner one")
+    return given
 
 
 def _own(given: Any) -> dict[str, float | str]:
@@ -123,3 +154,11 @@ def check(config: Config) -> Checked:
     if said.holds:
         raise ConfigError(f"{_INNER}.kv_connector: keeps blocks with their engine and stores none, so it cannot keep pages")
     return said
+
+
+def spawner(config: Config, name: str) -> Spawner:
+    """Make what starts the agent of that name; what is wrong with the folder of its socket is wrong in the config."""
+    try:
+        return Spawner(config.binary, config.text, name, config.socket_dir)
+    except KvportError as err:
+        raise ConfigError(f"{_OWN}.{err}") from err

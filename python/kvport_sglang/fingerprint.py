@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvport_agent.content import ContentCache, content_of, content_of_files, digest, local_folder
+from kvport_agent.content import ContentCache, content_of, content_of_files, digest, files_in, local_folder, model_files
 from kvport_agent.errors import UnsupportedError
 
 from .pool import Geometry
@@ -67,6 +68,27 @@ _NEITHER = frozenset(
     }
 )
 
+# The formats of weights (--load-format) that SGLang reads from the files that are hashed. For others it has copies or
+# files elsewhere, which may be older than those of the model: a cache of numpy's, shards that it once wrote, a pack.
+_FROM_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "dummy",
+        "fastsafetensors",
+        "flash_rl",
+        "gguf",
+        "instanttensor",
+        "layered",
+        "mistral",
+        "pt",
+        "remote",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    }
+)
+
 # Names of arguments whose values are names of files end so: what is in the files decides.
 _FILES = ("_file", "_path", "_profile")
 
@@ -118,24 +140,71 @@ def _weights(name: str, args: _Arguments, cache: ContentCache) -> bytes:
     """Hash the weights, or what stands for them."""
     # The name is the one that the model is served under, which any two models may have in common.
     path, revision = args.given("model_path"), args.given("revision")
-    if args.get("load_format") == "remote_instance" or args.get("weight_cache_mode") == "client":
-        return _unknown("come from another process, which may have changed them")
+    load_format = args.get("load_format") or "auto"
+    if load_format == "remote_instance" or args.get("weight_cache_mode") == "client":
+        return unknown("come from another process, which may have changed them")
+    if load_format not in _FROM_FILES:
+        return unknown(f"are not read from the files of the model alone (--load-format {load_format})")
     folder = local_folder(str(path or name), revision)
-    content = content_of(folder, cache) if folder is not None else None
+    content = content_of(folder, cache, every=load_format == "pt") if folder is not None else None
     if content is not None and folder is not None:
         code = sorted(folder.glob("*.py")) if args.get("trust_remote_code") else []
         return digest(["local", content, *(part for p in code for part in content_of_files(p, cache))]) if code else content
     if not path:
         raise UnsupportedError(f"neither the path nor the weights of {name} are known: pages of two models would be the same")
     if args.get("delete_ckpt_after_loading"):
-        return _unknown("were deleted when they were loaded, and others may be put there (--delete-ckpt-after-loading)")
+        return unknown("were deleted when they were loaded, and others may be put there (--delete-ckpt-after-loading)")
     log.warning("kvport: the weights of %s were not found: its path, name and revision stand for them", path)
     return digest(["name", str(path), name, str(revision)])
 
 
-def _unknown(why: str) -> bytes:
+def unknown(why: str) -> bytes:
+    """Give what nobody else has, in the place of weights that nobody knows."""
     log.warning("kvport: the weights %s: this engine shares its pages with nobody, and finds them only until it ends", why)
     return fresh()
+
+
+def files(server_args: Any) -> dict[str, str | None]:
+    """Describe the files that SGLang loads, without reading them: see whether they were written since.
+
+    What comes from a hub lies in a folder of one commit, which is never written again: it stands for its files. None: it
+    is not on this machine.
+    """
+    found: dict[str, str | None] = {}
+    for name, revision, listed in _sources(server_args):
+        folder = local_folder(name, revision)
+        if folder is not None and os.path.exists(name):
+            found.update((str(p), _stamp(p)) for p in listed(folder))
+        else:
+            found[name] = None if folder is None else str(folder)
+    return found
+
+
+def _stamp(path: pathlib.Path) -> str:
+    # Not its number, which changes by itself on some mounts of object stores. A file of the same size and mtime that took
+    # its place has another ctime.
+    info = path.stat()
+    return f"{info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}"
+
+
+_Source = tuple[str, str | None, Callable[[pathlib.Path], list[pathlib.Path]]]
+
+
+def _sources(server_args: Any) -> Iterator[_Source]:
+    """Name what SGLang loads, its revision, and what lists its files, by its arguments as they were given."""
+    if path := getattr(server_args, "model_path", None):
+        yield str(path), getattr(server_args, "revision", None), lambda folder: _model_files(folder, server_args)
+    for _, path in _lora_paths(getattr(server_args, "lora_paths", None)):
+        yield path, None, files_in
+    for field in _fields():
+        value = getattr(server_args, field, None)
+        if isinstance(value, str) and value and field.endswith(_FILES):
+            yield value, None, lambda folder: model_files(folder) or files_in(folder)
+
+
+def _model_files(folder: pathlib.Path, server_args: Any) -> list[pathlib.Path]:
+    code = sorted(folder.glob("*.py")) if getattr(server_args, "trust_remote_code", False) else []
+    return [*model_files(folder, every=getattr(server_args, "load_format", None) == "pt"), *code]
 
 
 def _fields() -> list[str]:

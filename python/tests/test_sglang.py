@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -448,16 +449,13 @@ def test_wrong_config(here, want):
 
 
 def test_config_before_the_model(here):
-    import json
-
     def args(value, backend="dynamic"):
         return types.SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=value)
 
     wrong = rig.extra(here, connector="NoSuchConnector")
     early.check(None, args(json.dumps(rig.extra(here))))
     early.check(None, args(json.dumps(wrong), backend="file"))
-    early.check(None, args("@file.json"))
-    early.check(None, args({**wrong, "module_path": "other"}))
+    early.check(None, args({**wrong, "module_path": "json"}))
     for value in (json.dumps(wrong), wrong):
         with pytest.raises(ConfigError, match=r"kv_transfer_config: .*NoSuchConnector"):
             early.check(None, args(value))
@@ -468,8 +466,100 @@ def test_config_before_the_model(here):
         HookRegistry=registry, HookType=types.SimpleNamespace(BEFORE="before", AFTER="after")
     )
     early.register()
-    assert hooks[0] == ("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")
+    init = "sglang.srt.managers.scheduler.Scheduler.__init__"
+    assert hooks[:2] == [(init, early.check, "before"), (init, early.made, "after")]
     assert {target.rpartition(".")[2] for target, _, _ in hooks} >= {"flush_cache", "update_weights_from_disk", "begin_weight_update"}
+
+
+def text_of(here, **more):
+    return json.dumps({**rig.extra(here), **more})
+
+
+EARLY = {
+    "hicache_storage_backend_extra_config: is no JSON: ": lambda here: "'" + text_of(here),
+    "hicache_storage_backend_extra_config: is no JSON: .*column": lambda here: text_of(here)[:-1] + ",}",
+    "hicache_storage_backend_extra_config: is no JSON object": lambda here: "[1]",
+    "hicache_storage_backend_extra_config: .*No such file": lambda here: f"@{here}/none.json",
+    "kv_connector: is not known here": lambda here: file_of(here, text_of(here, kv_connector="x")),
+    "backend_name: is missing": lambda here: text_of(here).replace("backend_name", "name"),
+    "class_name: is 'KvportHicache', want KvportHiCache": lambda here: text_of(here, class_name="KvportHicache"),
+    "class_name: is missing": lambda here: text_of(here).replace("class_name", "class"),
+    "module_path: is 'kvport_sgland', want kvport_sglang": lambda here: text_of(here, module_path="kvport_sgland"),
+    "module_path: is 'kvport_sglang.none', want kvport_sglang": lambda here: text_of(here, module_path="kvport_sglang.none"),
+    "module_path: is missing": lambda here: text_of(here).replace("module_path", "module"),
+    "kv_transfer_config: is text, want the object itself": lambda here: text_of(here, kv_transfer_config="@/etc/kv.json"),
+    "kvport_sglang.agent_socket_dir: /.* cannot be made": lambda here: text_of(here, kvport_sglang={"agent_socket_dir": f"{here}/no/such"}),
+    "kvport_sglang.agent_socket_dir: /.* is too long": lambda here: text_of(here, kvport_sglang={"agent_socket_dir": f"{here}/{'x' * 90}"}),
+}
+
+
+def file_of(here, text):
+    (here / "extra.json").write_text(text)
+    return f"@{here}/extra.json"
+
+
+@pytest.mark.parametrize("want", EARLY)
+def test_mistakes_before_the_model(here, want):
+    args = types.SimpleNamespace(hicache_storage_backend="dynamic", enable_hierarchical_cache=True)
+    args.hicache_storage_backend_extra_config = EARLY[want](here)
+    with pytest.raises(ConfigError, match=f"^{want}"):
+        early.check(None, args)
+
+
+@pytest.mark.parametrize(
+    ("want", "more"),
+    [
+        ("--hicache-storage-backend is file, want dynamic", {"hicache_storage_backend": "file"}),
+        ("--hicache-storage-backend is None, want dynamic", {"hicache_storage_backend": None}),
+        ("--enable-hierarchical-cache is not given", {"enable_hierarchical_cache": False}),
+        ("", {"enable_hierarchical_cache": False, "disaggregation_decode_enable_offload_kvcache": True}),
+    ],
+)
+def test_a_config_that_is_not_used(here, caplog, want, more):
+    args = {"hicache_storage_backend": "dynamic", "enable_hierarchical_cache": True, **more}
+    early.check(None, types.SimpleNamespace(hicache_storage_backend_extra_config=text_of(here), **args))
+    assert (want in caplog.text) if want else ("nothing is stored" not in caplog.text)
+    caplog.clear()
+    for other in (None, json.dumps({"tp_lcm_size": 2}), "@file.yaml", "{"):
+        if want or other != "{":  # SGLang reads it, and says so
+            early.check(None, types.SimpleNamespace(hicache_storage_backend_extra_config=other, **args))
+    assert caplog.text == ""
+
+
+def test_no_folder_for_sockets(here, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/folder")
+    with pytest.raises(ConfigError, match=r"^kvport_sglang.agent_socket_dir: /no/such/folder/kvport cannot be made \(No such file"):
+        config.spawner(config.parse(rig.extra(here), "r"), "r")
+    (here / "open").mkdir()
+    (here / "open").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"is not a folder of ours .* set XDG_RUNTIME_DIR"):
+        config.spawner(config.parse(rig.extra(here, settings={"agent_socket_dir": str(here / "open")}), "r"), "r")
+
+
+def test_more_memory_than_there_is(engine, monkeypatch):
+    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    total = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal"))
+    monkeypatch.setattr(fakes, "TOKEN_BYTES", total // 4096 // 64 // 8 * 8)  # 4096 pages of 96 of these are more than all
+    pool = fakes.MHATokenToKVPoolHost()
+    with pytest.raises(ConfigError, match=r"^kvport_sglang.memory_bytes: is 1099511627776: .*more than half of the"):
+        engine(pool=pool, settings={"memory_bytes": 1 << 40})
+    pool.close()
+
+
+def test_a_pool_that_is_refused_leaves_nothing(here):
+    """Where SGLang attaches the backend to a running engine, it keeps one that has raised."""
+    rig.Engine(here).close()
+    fds, maps = len(os.listdir("/proc/self/fd")), mappings()
+    e = rig.Engine(here)
+    names = rig.keys(0, 5)
+    assert all(e.set(names, PAGES[:6]))
+    agent, plugins = e.agent()
+    with pytest.raises(UnsupportedError, match="kind mamba"):
+        e.backend.register_mem_host_pool_v2(e.pool, fakes.PoolName.MAMBA)
+    until(lambda: not any(pathlib.Path(f"/proc/{pid}/exe").exists() for pid in (agent, *plugins)))
+    assert e.exists(names) == 0 and not any(e.get(names, PAGES[:6])) and not any(e.set(names, PAGES[:6]))
+    e.close()
+    assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps
 
 
 def test_what_cannot_be_served(here, engine):
@@ -480,8 +570,6 @@ def test_what_cannot_be_served(here, engine):
     with pytest.raises(ConfigError, match="memory_bytes: is 100, want at least two pages"):
         engine(settings={"memory_bytes": 100})
     e = engine()
-    with pytest.raises(UnsupportedError, match="kind mamba"):
-        e.backend.register_mem_host_pool_v2(e.pool, fakes.PoolName.MAMBA)
     with pytest.raises(UnsupportedError, match="another pool"):
         e.backend.register_mem_pool_host(fakes.MHATokenToKVPoolHost())
     assert e.backend.batch_get_v1([rig.key(1)], fakes.rows_of([1, 2])) == [False], "rows that do not fit the keys"

@@ -101,6 +101,23 @@ def test_code_beside_the_weights(args, made, here):
     assert made() != trusted
 
 
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "pt"])
+def test_weights_beside_safetensors(args, made, here, load_format):
+    """SGLang loads safetensors where there are any, but for the formats of other files."""
+    args.load_format = load_format
+    (rig.model(here) / "consolidated.pt").write_bytes(b"one")
+    before = made()
+    (rig.model(here) / "consolidated.pt").write_bytes(b"trained more")
+    assert (made() == before) == (load_format != "pt")
+
+
+@pytest.mark.parametrize("load_format", ["npcache", "presharded", "expert_pack", "of_tomorrow"])
+def test_weights_that_are_copies(args, made, load_format):
+    """Those formats have files of their own, which SGLang does not write again when those of the model are."""
+    args.load_format = load_format
+    assert made() != made()
+
+
 @pytest.mark.parametrize(("field", "value"), [("load_format", "remote_instance"), ("weight_cache_mode", "client")])
 def test_weights_of_another_process(args, made, field, value):
     """It may have changed them since it read the files that are here."""
