@@ -79,6 +79,8 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         self._agents_lost = 0
         self._cleared = b""
         weights.WEIGHTS.matter = True
+        for doubt in self._config.doubts:
+            log.warning("kvport: kvport_sglang.%s", doubt)
         if said.scope == "engine" and getattr(storage_config, "is_mla_model", False) and getattr(storage_config, "tp_size", 1) > 1:
             log.warning(
                 "kvport: nothing will be found: rank 0 stores the pages of a model with MLA for all ranks, and no other process "

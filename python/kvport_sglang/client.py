@@ -22,12 +22,12 @@ from kvport_agent.link import Link, State
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
+from .deadlines import GRACE
+
 log = logging.getLogger("sglang.kvport")
 
 CODE_BUSY = 1
 _START_WAIT = 30.0
-# From the deadline that the agent was told until it counts as stuck, and is ended.
-GRACE = 1.0
 _IDLE = 0.25
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -448,8 +449,6 @@ def test_wrong_config(here, want):
 
 
 def test_config_before_the_model(here):
-    import json
-
     def args(value, backend="dynamic"):
         return types.SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=value)
 
@@ -470,6 +469,46 @@ def test_config_before_the_model(here):
     early.register()
     assert hooks[0] == ("sglang.srt.managers.scheduler.Scheduler.__init__", early.check, "before")
     assert {target.rpartition(".")[2] for target, _, _ in hooks} >= {"flush_cache", "update_weights_from_disk", "begin_weight_update"}
+
+
+def test_the_hosts_deadlines_follow_ours(here, binaries):
+    """Else the host ends a load before the get that waits for it, and with it a plugin that is at work."""
+
+    def parsed(named, **own):
+        inner = {"kv_connector": rig.typical(), "kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": str(here)}}
+        got = config.parse({"kv_transfer_config": {**inner, **named}, "kvport_sglang": own}, "r")
+        return got, json.loads(got.text).get("kvport")
+
+    def limits(text):
+        command = [binaries / "kvport", "agent", "--check", "--kv-transfer-config", text]
+        said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return said["load_ms"], said["save_ms"]
+
+    got, host = parsed({})
+    assert host is None and got.doubts == () and limits(got.text) == (5500, 30500)
+    got, host = parsed({}, exists_ms=3000, get_ms=8000.5, put_ms=60_000)
+    assert host == {"deadlines": {"later": "3000ms", "transfer": "8001ms", "save": "60000ms"}} and got.doubts == ()
+    assert limits(got.text) == (8501, 60500)
+    named = {"kvport": {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s"}}}
+    got, host = parsed(named, get_ms=8000, put_ms=60_000)
+    assert host == {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s", "save": "60000ms"}}
+    assert [d.partition(",")[0] for d in got.doubts] == ["get_ms: is 8000"] and "kvport.deadlines.transfer is '1s'" in got.doubts[0]
+    assert parsed(named)[0].doubts == (), "whoever names the host's only knows what they want"
+    for wrong in (3, None, {"deadlines": 3}):
+        got, host = parsed({"kvport": wrong}, get_ms=8000)
+        assert host == wrong and got.doubts == (), "the host says so"
+
+
+def test_deadlines_that_sglang_does_not_wait_for(here, engine, caplog):
+    """It ends where a call of a request that was given up takes longer than that amid a flush of its caches."""
+
+    def doubted(**own):
+        return [d.partition(":")[0] for d in config.parse({**rig.extra(here), "kvport_sglang": own}, "r").doubts]
+
+    assert doubted(exists_ms=9999, get_ms=8999, put_ms=600_000) == []
+    assert doubted(exists_ms=10_000, get_ms=9000) == ["exists_ms", "get_ms"]
+    engine(settings={"get_ms": 20_000})
+    assert "kvport_sglang.get_ms: is 20000, want less than 9000" in caplog.text
 
 
 def test_what_cannot_be_served(here, engine):

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import random
+import subprocess
 import types
 
 import fakes
@@ -241,6 +242,25 @@ def test_what_nobody_has_verified_outlives_the_agent_that_knows_of_it(lossy):
 
 def test_durations():
     assert [binary.seconds(v, 9.0) for v in (2, "250ms", "1m30s", "x", None, True)] == [2.0, 0.25, 90.0, 9.0, 9.0, 9.0]
+
+
+def test_the_hosts_own_deadlines(binaries):
+    """Where no config names one, we count on those that the host has."""
+    schema = json.loads(subprocess.run([binaries / "kvport", "schema"], capture_output=True, check=True).stdout)
+    host = schema["$defs"]["transfer_config"]["properties"]["kvport"]["properties"]["deadlines"]["properties"]
+    assert {name: binary.seconds(host[name]["default"], 0) for name in binary.DEADLINES} == binary.DEADLINES
+
+
+def test_a_config_is_no_argument(tmp_path, binaries):
+    """Arguments are public, and a config has the passwords of stores."""
+    script = tmp_path / "kvport"
+    script.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat "${{4#@}}" >{tmp_path}/config\necho \'{{"lossy": false}}\'\n')
+    script.chmod(0o755)
+    text = json.dumps({"password": "secret" * 40_000})  # more than an argument may have
+    assert binary.checked(str(script), text) == binary.Checked("")
+    assert (tmp_path / "config").read_text() == text and "secret" not in (tmp_path / "arguments").read_text()
+    error = binary.checked(str(binaries / "kvport"), '{"kv_connector": 3}').error
+    assert "kv-transfer-config: kv_connector" in error and "/proc" not in error
 
 
 def test_the_hosts_deadlines_are_ours(kvport):
