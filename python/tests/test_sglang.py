@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -21,8 +22,9 @@ import sglang_fakes as fakes
 fakes.install()
 
 from kvport_agent.errors import ConfigError, UnsupportedError  # noqa: E402
+from kvport_agent.messages import message  # noqa: E402
 from kvport_sglang import backend as backend_  # noqa: E402
-from kvport_sglang import config, early, fingerprint, stats  # noqa: E402
+from kvport_sglang import config, early, fingerprint, prom, stats  # noqa: E402
 
 PAGES = list(range(20))
 
@@ -575,16 +577,86 @@ def test_keys():
 
 
 def test_numbers_across_agents():
-
     def state(n):
-        c = types.SimpleNamespace(name="a_total", labels=["call", "get"], value=n, gauge=False, HasField=lambda _: False)
-        return types.SimpleNamespace(counters=[c])
+        state = message("AgentState")()
+        state.counters.add(name="a_total", labels=["call", "get"], value=n)
+        state.counters.add(name="g", value=n, gauge=True)
+        h = state.counters.add(name="h", labels=["call", "get"]).histogram
+        h.bounds.append(1)
+        h.counts.extend([n, 0])
+        h.sum = n / 2
+        return state
+
+    def some():
+        return {k: v for k, v in numbers.all().items() if k not in stats.SHIM}
 
     numbers = stats.Numbers()
     numbers.take_state(state(3))
-    numbers.agent_lost()
+    assert some() == {'a_total{call="get"}': 3, "g": 3, 'h_count{call="get"}': 3, 'h_sum{call="get"}': 1.5}
+    numbers.agents_lost(1)
+    assert some() == {'a_total{call="get"}': 3, "g": 0, 'h_count{call="get"}': 3, 'h_sum{call="get"}': 1.5}
+    assert numbers.all()["kvport_sglang_agents_lost_total"] == 1
     numbers.take_state(state(2))
-    assert numbers.all() == {'a_total{call="get"}': 5}
+    assert some() == {'a_total{call="get"}': 5, "g": 2, 'h_count{call="get"}': 5, 'h_sum{call="get"}': 2.5}
+
+
+def test_an_agent_that_does_not_come_back(engine):
+    e = engine()
+    assert all(e.set(rig.keys(0, 9), PAGES[:10])) and e.counts("kvport_plugin_up", 1) == 1
+    e.backend._client._link._spawner._binary = shutil.which("false")
+    os.kill(e.agent()[0], signal.SIGKILL)
+    assert e.counts("kvport_sglang_agents_lost_total", 1) == 1
+    assert e.counts("kvport_plugin_up", 0) == 0, "a gauge of an agent that has ended"
+    assert e.numbers()["kvport_sglang_put_done_pages_total"] == 10
+
+
+def test_numbers_are_on_sglangs_page(engine, here, monkeypatch):
+    import fakes as vllm
+
+    monkeypatch.setattr(prom, "_EVERY", 0.0)
+    monkeypatch.setattr(vllm.Metric, "shown", {})
+
+    def shown(name):
+        return sum(v for (n, labels), v in vllm.Metric.shown.items() if n == name and ("tp_rank", "1") in labels and ("dp_rank", "0") in labels)
+
+    ranks = {"tp_size": 2, "tp_rank": 1}
+    e = engine(storage=ranks)
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    e.backend.get_stats()
+    assert shown("kvport_sglang_put_done_pages_total") == 10
+    assert ("kvport_sglang_faults_total", 0) in [(n, v) for (n, _), v in vllm.Metric.shown.items()], "it is there before anything happened"
+    damage(files(here)[0])
+    e.get(names, PAGES[:10])
+    e.counts("kvport_integrity_failures_total", 1)
+    e.backend.get_stats()
+    assert shown("kvport_integrity_failures_total") == 1 and shown("kvport_plugin_up") == 1
+    assert shown("kvport_agent_pages_seconds") > 0, "the time of the calls"
+    e.backend.close()
+    assert shown("kvport_plugin_up") == 0, "nobody asks after a detach"
+    other = engine(storage=ranks)
+    assert all(other.set(rig.keys(20, 24), PAGES[:5]))
+    other.backend.get_stats()
+    assert shown("kvport_sglang_put_done_pages_total") == 15 and e.backend.faults.counts == other.backend.faults.counts == {}
+    vllm.Metric.shown.clear()
+    silent = engine(storage={"enable_storage_metrics": False})
+    silent.set(names, PAGES[:10])
+    silent.backend.get_stats()
+    assert vllm.Metric.shown == {}
+
+
+def test_every_number_is_on_the_page_of_metrics(engine):
+    page = (rig.HERE.parent.parent / "docs" / "metrics.md").read_text()
+    rows = {name: text for name, text in re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)}
+    ours = {name: text for name, text in rows.items() if name.startswith("kvport_sglang_")}
+    assert ours == stats.SHIM
+    e = engine()
+    e.set(rig.keys(0, 9), PAGES[:10])
+    e.counts("kvport_agent_pages_total", 10)
+    said = e.backend.numbers.take()["help"]
+    agent = {name: text for name, text in said.items() if name.startswith("kvport_agent_")}
+    assert len(agent) == 4 and agent.items() <= rows.items()
+    assert not [name for name in said if name not in rows and not name.startswith("kvport_connector_")]
 
 
 def mappings():
