@@ -14,6 +14,10 @@ from typing import Any
 from .errors import ConfigError
 
 _CHECK_TIMEOUT = 30.0
+_STDIN = "/proc/self/fd/0"
+
+# Deadlines of the host (kvport.deadlines) where a config names none: host.DefaultSettings, in seconds.
+DEADLINES = {"later": 2.0, "transfer": 5.0, "transfer_per_gib": 1.0, "save": 30.0}
 
 
 def seconds(value: Any, default: float) -> float:
@@ -61,9 +65,13 @@ class Checked:
 @functools.lru_cache(maxsize=8)
 def checked(binary: str, text: str) -> Checked:
     """Let kvport itself check a config, plugin's part included."""
-    command = [binary, "agent", "--check", "--kv-transfer-config", text]
+    command = [binary, "agent", "--check", "--kv-transfer-config", "@" + _STDIN]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_TIMEOUT, check=False)
+        # A file that only it sees, and not an argument: arguments are public, and limited to 128 KiB.
+        with open(os.memfd_create("kvport-config", os.MFD_CLOEXEC), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            done = subprocess.run(command, stdin=file, capture_output=True, text=True, timeout=_CHECK_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return Checked(f"{binary} did not answer a check of the config within {_CHECK_TIMEOUT:.0f} s")
     if done.returncode == 0:
@@ -72,4 +80,5 @@ def checked(binary: str, text: str) -> Checked:
             return Checked("", bool(said["lossy"]), "hold" in said.get("capabilities", ()), str(said.get("scope", "")))
         except (ValueError, KeyError, TypeError):
             return Checked(f"{binary} does not say whether the connector may change bytes: is it of another version?")
-    return Checked((done.stderr or done.stdout).strip() or f"{binary} refused the config with status {done.returncode}")
+    why = (done.stderr or done.stdout).replace(_STDIN, "kv-transfer-config").strip()
+    return Checked(why or f"{binary} refused the config with status {done.returncode}")

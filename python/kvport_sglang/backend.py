@@ -21,7 +21,7 @@ from kvport_agent.guard import Faults
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
-from . import config, fingerprint, loaded, weights
+from . import config, fingerprint, loaded, prom, weights
 from . import pool as pool_
 from .bounce import NUMBER, Bounce
 from .client import Client
@@ -74,14 +74,16 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             self._model = digest([self._model, fingerprint.unknown(why)])
         self.faults = Faults(log)
         self.numbers = Numbers()
+        self._page = prom.page(storage_config)
         self._client: Client | None = None
         self._pool: Any = None
         self._pages: Any = None
         self._shared: pool_.Shared | None = None
         self._bounce: Bounce | None = None
-        self._agents_lost = 0
         self._cleared = b""
         weights.WEIGHTS.matter = True
+        for doubt in self._config.doubts:
+            log.warning("kvport: kvport_sglang.%s", doubt)
         if said.scope == "engine" and getattr(storage_config, "is_mla_model", False) and getattr(storage_config, "tp_size", 1) > 1:
             log.warning(
                 "kvport: nothing will be found: rank 0 stores the pages of a model with MLA for all ranks, and no other process "
@@ -117,7 +119,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         # Also where the pool is shared, SGLang may give tensors.
         bounce = self._bounce = Bounce(self._pages.lengths, min(room, 8) if self._shared is not None else room)
         assert bounce.memfd is not None
-        client = self._client = Client(self._spawner(), self._attach(room), self._told)
+        client = self._client = Client(self._spawner(), self._attach(room), self.numbers.take_state, self.numbers.agents_lost)
         if self._shared is not None:
             client.share(POOL, self._shared.fd, self._shared.size)
         client.share(NUMBER, bounce.memfd.fd, bounce.memfd.size)
@@ -165,14 +167,6 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             how = 'pages are copied through memory of our own, since SGLang gives tensors ("interface_v1": 1 gives addresses)'
         level = logging.INFO if self._shared is not None else logging.WARNING
         log.log(level, "kvport: %s; %d pages on their way; %s", how, room, fingerprint.shape_text(self._pages, self._storage))
-
-    def _told(self, state: Any) -> None:
-        client = self._client
-        if client is not None and client.lost != self._agents_lost:
-            self.numbers.agent_lost()
-            self.numbers.add("kvport_sglang_agents_lost_total", client.lost - self._agents_lost)
-            self._agents_lost = client.lost
-        self.numbers.take_state(state)
 
     # -- calls with addresses
 
@@ -350,7 +344,9 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         log.warning("kvport: this engine finds no page any more that was stored before now; other engines do: nothing was deleted")
 
     def get_stats(self) -> Any:
-        """Give what was put and got since the last time, as SGLang's metrics take it."""
+        """Give what was put and got since the last time, as SGLang's metrics take it, and show the numbers beside them."""
+        if (page := self._page) is not None:
+            self._safe("show", lambda: page.show(self.numbers), None)
         return self._safe("get_stats", lambda: for_sglang(self.numbers.take_moved()), None)
 
     def close(self) -> None:
@@ -358,6 +354,9 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         client, self._client = self._client, None
         if client is not None:
             client.close()
+            self.numbers.agent_left()
+            if (page := self._page) is not None:  # nobody asks any more
+                self._safe("show", lambda: page.show_now(self.numbers), None)
         bounce, self._bounce = self._bounce, None
         if bounce is not None:
             bounce.close()

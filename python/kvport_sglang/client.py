@@ -22,12 +22,12 @@ from kvport_agent.link import Link, State
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
+from .deadlines import GRACE
+
 log = logging.getLogger("sglang.kvport")
 
 CODE_BUSY = 1
 _START_WAIT = 30.0
-# From the deadline that the agent was told until it counts as stuck, and is ended.
-GRACE = 1.0
 _IDLE = 0.25
 
 
@@ -51,10 +51,10 @@ class Call:
 class Client:
     """An engine's connection to its agent. Any thread may call."""
 
-    def __init__(self, spawner: Spawner, attach: Any, told: Callable[[Any], None]) -> None:
-        """Take what finds the agent, the AgentAttachPages, and who is told of the agent's states."""
+    def __init__(self, spawner: Spawner, attach: Any, told: Callable[[Any], None], lost: Callable[[int], None]) -> None:
+        """Take what finds the agent, the AgentAttachPages, who is told of the agent's states, and who of agents that have ended."""
         self._link = Link(spawner, lambda: (attach, None), "attach_pages", log, plugins=False)
-        self._told = told
+        self._told, self._tell_lost, self._lost = told, lost, 0
         self._mu = threading.Lock()
         self._new: collections.deque[Call] = collections.deque()
         self._running: list[Call] = []
@@ -162,6 +162,9 @@ class Client:
         for event in self._link.poll():
             if hasattr(event, "counters"):
                 self._told(event)
+        if (n := self._link.lost - self._lost) > 0:  # after all that it has told
+            self._lost += n
+            self._tell_lost(n)
         self._see_state()
         for call in self._take_new():
             self._send(call)

@@ -16,6 +16,8 @@ from kvport_agent.binary import Checked, checked, find_binary
 from kvport_agent.errors import ConfigError, KvportError
 from kvport_agent.spawn import Spawner
 
+from . import deadlines
+
 MODULE = "kvport_sglang"
 _CLASS = "KvportHiCache"
 _NAMES = {"backend_name": ("kvport",), "module_path": (MODULE, f"{MODULE}.backend"), "class_name": (_CLASS,)}
@@ -37,6 +39,7 @@ class Config:
     put_seconds: float = 30.0
     memory_bytes: int = 256 * _MIB  # of the agent: pages on their way
     socket_dir: str = ""  # empty: the user's runtime folder
+    doubts: tuple[str, ...] = ()  # for the log
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def parse(extra: Any, rank: str) -> Config:
         raise ConfigError(f"{_INNER}.engine_id: is {engine!r}, want a name")
     engine = f"{engine}/{rank}"
     return Config(
-        text=json.dumps({**inner, "engine_id": engine}, sort_keys=True),
+        text=json.dumps({**deadlines.longer(inner, own), "engine_id": engine}, sort_keys=True),
         engine=engine,
         binary=find_binary(),
         zero_copy=bool(extra.get("interface_v1")),
@@ -104,6 +107,7 @@ def parse(extra: Any, rank: str) -> Config:
         put_seconds=float(own["put_ms"]) / 1000,
         memory_bytes=int(own["memory_bytes"]),
         socket_dir=str(own["agent_socket_dir"]),
+        doubts=tuple(deadlines.doubts(inner, own, extra.get(_OWN) or {})),
     )
 
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvport_agent.binary import checked, find_binary, seconds
+from kvport_agent.binary import DEADLINES, checked, find_binary, seconds
 from kvport_agent.errors import ConfigError
 
 _SHARED = ("kv_role", "engine_id", "kv_load_failure_policy")
@@ -33,9 +33,9 @@ class Config:
     memory: str = "auto"
     load_in_step: bool = True
     load_by_layer: bool = False
-    transfer_seconds: float = 5.0  # deadline of one transfer, without its size
-    transfer_per_gib: float = 1.0
-    later_seconds: float = 2.0  # how long a lookup may stay without an answer
+    transfer_seconds: float = DEADLINES["transfer"]  # deadline of one transfer, without its size
+    transfer_per_gib: float = DEADLINES["transfer_per_gib"]
+    later_seconds: float = DEADLINES["later"]  # how long a lookup may stay without an answer
 
     @property
     def loads(self) -> bool:
@@ -69,9 +69,9 @@ def merge(outer: Any) -> Config:
         engine=str(inner.get("engine_id") or ""),
         role=str(inner.get("kv_role") or ""),
         binary=find_binary(),
-        transfer_seconds=seconds(deadlines.get("transfer"), 5.0),
-        transfer_per_gib=seconds(deadlines.get("transfer_per_gib"), 1.0),
-        later_seconds=seconds(deadlines.get("later"), 2.0),
+        transfer_seconds=seconds(deadlines.get("transfer"), DEADLINES["transfer"]),
+        transfer_per_gib=seconds(deadlines.get("transfer_per_gib"), DEADLINES["transfer_per_gib"]),
+        later_seconds=seconds(deadlines.get("later"), DEADLINES["later"]),
         **own,
     )
 

@@ -80,8 +80,12 @@ class Engine:
         self.took = 0.0
 
     def close(self):
+        from kvport_sglang.stats import SHIM
+
         self.backend.close()
         self.pool.close()
+        unknown = {k for k in self.numbers() if k.startswith("kvport_sglang_")} - set(SHIM)
+        assert not unknown, "counters that are not said what they mean"
 
     def agent(self):
         """The agent's process, and those of the plugin."""

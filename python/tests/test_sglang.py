@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -21,8 +22,9 @@ import sglang_fakes as fakes
 fakes.install()
 
 from kvport_agent.errors import ConfigError, UnsupportedError  # noqa: E402
+from kvport_agent.messages import message  # noqa: E402
 from kvport_sglang import backend as backend_  # noqa: E402
-from kvport_sglang import config, early, fingerprint, stats  # noqa: E402
+from kvport_sglang import config, early, fingerprint, prom, stats  # noqa: E402
 
 PAGES = list(range(20))
 
@@ -562,6 +564,46 @@ def test_a_pool_that_is_refused_leaves_nothing(here):
     assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps
 
 
+def test_the_hosts_deadlines_follow_ours(here, binaries):
+    """Else the host ends a load before the get that waits for it, and with it a plugin that is at work."""
+
+    def parsed(named, **own):
+        inner = {"kv_connector": rig.typical(), "kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": str(here)}}
+        got = config.parse({"kv_transfer_config": {**inner, **named}, "kvport_sglang": own}, "r")
+        return got, json.loads(got.text).get("kvport")
+
+    def limits(text):
+        command = [binaries / "kvport", "agent", "--check", "--kv-transfer-config", text]
+        said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return said["load_ms"], said["save_ms"]
+
+    got, host = parsed({})
+    assert host is None and got.doubts == () and limits(got.text) == (5500, 30500)
+    got, host = parsed({}, exists_ms=3000, get_ms=8000.5, put_ms=60_000)
+    assert host == {"deadlines": {"later": "3000ms", "transfer": "8001ms", "save": "60000ms"}} and got.doubts == ()
+    assert limits(got.text) == (8501, 60500)
+    named = {"kvport": {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s"}}}
+    got, host = parsed(named, get_ms=8000, put_ms=60_000)
+    assert host == {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s", "save": "60000ms"}}
+    assert [d.partition(",")[0] for d in got.doubts] == ["get_ms: is 8000"] and "kvport.deadlines.transfer is '1s'" in got.doubts[0]
+    assert parsed(named)[0].doubts == (), "whoever names the host's only knows what they want"
+    for wrong in (3, None, {"deadlines": 3}):
+        got, host = parsed({"kvport": wrong}, get_ms=8000)
+        assert host == wrong and got.doubts == (), "the host says so"
+
+
+def test_deadlines_that_sglang_does_not_wait_for(here, engine, caplog):
+    """It ends where a call of a request that was given up takes longer than that amid a flush of its caches."""
+
+    def doubted(**own):
+        return [d.partition(":")[0] for d in config.parse({**rig.extra(here), "kvport_sglang": own}, "r").doubts]
+
+    assert doubted(exists_ms=9999, get_ms=8999, put_ms=600_000) == []
+    assert doubted(exists_ms=10_000, get_ms=9000) == ["exists_ms", "get_ms"]
+    engine(settings={"get_ms": 20_000})
+    assert "kvport_sglang.get_ms: is 20000, want less than 9000" in caplog.text
+
+
 def test_what_cannot_be_served(here, engine):
     with pytest.raises(UnsupportedError, match="split the heads"):
         engine(storage={"should_split_heads": True})
@@ -624,16 +666,86 @@ def test_keys():
 
 
 def test_numbers_across_agents():
-
     def state(n):
-        c = types.SimpleNamespace(name="a_total", labels=["call", "get"], value=n, gauge=False, HasField=lambda _: False)
-        return types.SimpleNamespace(counters=[c])
+        state = message("AgentState")()
+        state.counters.add(name="a_total", labels=["call", "get"], value=n)
+        state.counters.add(name="g", value=n, gauge=True)
+        h = state.counters.add(name="h", labels=["call", "get"]).histogram
+        h.bounds.append(1)
+        h.counts.extend([n, 0])
+        h.sum = n / 2
+        return state
+
+    def some():
+        return {k: v for k, v in numbers.all().items() if k not in stats.SHIM}
 
     numbers = stats.Numbers()
     numbers.take_state(state(3))
-    numbers.agent_lost()
+    assert some() == {'a_total{call="get"}': 3, "g": 3, 'h_count{call="get"}': 3, 'h_sum{call="get"}': 1.5}
+    numbers.agents_lost(1)
+    assert some() == {'a_total{call="get"}': 3, "g": 0, 'h_count{call="get"}': 3, 'h_sum{call="get"}': 1.5}
+    assert numbers.all()["kvport_sglang_agents_lost_total"] == 1
     numbers.take_state(state(2))
-    assert numbers.all() == {'a_total{call="get"}': 5}
+    assert some() == {'a_total{call="get"}': 5, "g": 2, 'h_count{call="get"}': 5, 'h_sum{call="get"}': 2.5}
+
+
+def test_an_agent_that_does_not_come_back(engine):
+    e = engine()
+    assert all(e.set(rig.keys(0, 9), PAGES[:10])) and e.counts("kvport_plugin_up", 1) == 1
+    e.backend._client._link._spawner._binary = shutil.which("false")
+    os.kill(e.agent()[0], signal.SIGKILL)
+    assert e.counts("kvport_sglang_agents_lost_total", 1) == 1
+    assert e.counts("kvport_plugin_up", 0) == 0, "a gauge of an agent that has ended"
+    assert e.numbers()["kvport_sglang_put_done_pages_total"] == 10
+
+
+def test_numbers_are_on_sglangs_page(engine, here, monkeypatch):
+    import fakes as vllm
+
+    monkeypatch.setattr(prom, "_EVERY", 0.0)
+    monkeypatch.setattr(vllm.Metric, "shown", {})
+
+    def shown(name):
+        return sum(v for (n, labels), v in vllm.Metric.shown.items() if n == name and ("tp_rank", "1") in labels and ("dp_rank", "0") in labels)
+
+    ranks = {"tp_size": 2, "tp_rank": 1}
+    e = engine(storage=ranks)
+    names = rig.keys(0, 9)
+    assert all(e.set(names, PAGES[:10]))
+    e.backend.get_stats()
+    assert shown("kvport_sglang_put_done_pages_total") == 10
+    assert ("kvport_sglang_faults_total", 0) in [(n, v) for (n, _), v in vllm.Metric.shown.items()], "it is there before anything happened"
+    damage(files(here)[0])
+    e.get(names, PAGES[:10])
+    e.counts("kvport_integrity_failures_total", 1)
+    e.backend.get_stats()
+    assert shown("kvport_integrity_failures_total") == 1 and shown("kvport_plugin_up") == 1
+    assert shown("kvport_agent_pages_seconds") > 0, "the time of the calls"
+    e.backend.close()
+    assert shown("kvport_plugin_up") == 0, "nobody asks after a detach"
+    other = engine(storage=ranks)
+    assert all(other.set(rig.keys(20, 24), PAGES[:5]))
+    other.backend.get_stats()
+    assert shown("kvport_sglang_put_done_pages_total") == 15 and e.backend.faults.counts == other.backend.faults.counts == {}
+    vllm.Metric.shown.clear()
+    silent = engine(storage={"enable_storage_metrics": False})
+    silent.set(names, PAGES[:10])
+    silent.backend.get_stats()
+    assert vllm.Metric.shown == {}
+
+
+def test_every_number_is_on_the_page_of_metrics(engine):
+    page = (rig.HERE.parent.parent / "docs" / "metrics.md").read_text()
+    rows = {name: text for name, text in re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)}
+    ours = {name: text for name, text in rows.items() if name.startswith("kvport_sglang_")}
+    assert ours == stats.SHIM
+    e = engine()
+    e.set(rig.keys(0, 9), PAGES[:10])
+    e.counts("kvport_agent_pages_total", 10)
+    said = e.backend.numbers.take()["help"]
+    agent = {name: text for name, text in said.items() if name.startswith("kvport_agent_")}
+    assert len(agent) == 4 and agent.items() <= rows.items()
+    assert not [name for name in said if name not in rows and not name.startswith("kvport_connector_")]
 
 
 def mappings():

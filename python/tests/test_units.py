@@ -6,16 +6,17 @@ import json
 import mmap
 import os
 import random
+import subprocess
 import types
 
 import fakes
 import pytest
 
-from kvport_agent import binary, content
+from kvport_agent import binary, content, stats
 from kvport_agent.errors import ConfigError, UnsupportedError
 from kvport_agent.link import State
 from kvport_agent.messages import LAYERS, LOADED, LOST, RELEASED, SAVED, message
-from kvport_vllm import config, keys, layout, memory, setup, stats, tracking
+from kvport_vllm import config, keys, layout, memory, setup, tracking
 from kvport_vllm.events import Events
 from kvport_vllm.layout import Group, View
 from kvport_vllm.lora import Adapters, with_adapter
@@ -23,6 +24,7 @@ from kvport_vllm.meta import Load, StepDone, StepMetadata
 from kvport_vllm.pace import Pace, layers_may_wait, steps_may_wait
 from kvport_vllm.pins import Delayed, Pins
 from kvport_vllm.scheduler import SchedulerSide
+from kvport_vllm.stats import SHIM, Counters
 from kvport_vllm.worker import WorkerSide
 
 B, L, H, N, C, ITEM = 5, 3, 2, 4, 8, 4  # blocks, layers, heads, tokens, content, bytes
@@ -243,6 +245,25 @@ def test_durations():
     assert [binary.seconds(v, 9.0) for v in (2, "250ms", "1m30s", "x", None, True)] == [2.0, 0.25, 90.0, 9.0, 9.0, 9.0]
 
 
+def test_the_hosts_own_deadlines(binaries):
+    """Where no config names one, we count on those that the host has."""
+    schema = json.loads(subprocess.run([binaries / "kvport", "schema"], capture_output=True, check=True).stdout)
+    host = schema["$defs"]["transfer_config"]["properties"]["kvport"]["properties"]["deadlines"]["properties"]
+    assert {name: binary.seconds(host[name]["default"], 0) for name in binary.DEADLINES} == binary.DEADLINES
+
+
+def test_a_config_is_no_argument(tmp_path, binaries):
+    """Arguments are public, and a config has the passwords of stores."""
+    script = tmp_path / "kvport"
+    script.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat "${{4#@}}" >{tmp_path}/config\necho \'{{"lossy": false}}\'\n')
+    script.chmod(0o755)
+    text = json.dumps({"password": "secret" * 40_000})  # more than an argument may have
+    assert binary.checked(str(script), text) == binary.Checked("")
+    assert (tmp_path / "config").read_text() == text and "secret" not in (tmp_path / "arguments").read_text()
+    error = binary.checked(str(binaries / "kvport"), '{"kv_connector": 3}').error
+    assert "kv-transfer-config: kv_connector" in error and "/proc" not in error
+
+
 def test_the_hosts_deadlines_are_ours(kvport):
     def limits(deadlines):
         inner = {"kv_connector": "X", "kvport": {"deadlines": deadlines}}
@@ -419,8 +440,8 @@ def test_graphs_are_in_pieces_where_layers_are_waited_for():
 
 
 def test_counters():
-    c = stats.Counters()
-    assert c.take()["counts"] == dict.fromkeys(stats.SHIM, 0), "zeros from the start: the first increment is one"
+    c = Counters()
+    assert c.take()["counts"] == dict.fromkeys(SHIM, 0), "zeros from the start: the first increment is one"
     state = message("AgentState")()
     x, zero = stats.key_of("kvport_x_total", ["connector", "s"]), "kvport_zero_total"
     state.counters.add(name="kvport_x_total", labels=["connector", "s"], value=5, help="Xs.")
@@ -435,6 +456,8 @@ def test_counters():
     c.take_state(state)
     assert stats.reduce(stats.merge(got, c.take())) == {"kvport_x_total": 10, "kvport_g": 2, "kvport_shim_agents_lost_total": 1}
     assert stats.split_key(stats.key_of("n", ["a", "b"])) == ("n", ["a"], ["b"])
+    c.agent_lost()
+    assert c.take()["gauges"] == {"kvport_g": 0.0}, "an agent that has ended has nothing, also if no other one comes"
 
 
 def histogram_state(counts, total):
@@ -447,7 +470,7 @@ def histogram_state(counts, total):
 
 
 def test_histograms_keep_their_buckets():
-    c = stats.Counters()
+    c = Counters()
     c.take()
     key = stats.key_of("kvport_s", ["of", "x"])
     c.take_state(histogram_state([0, 0, 0], 0))
@@ -501,7 +524,7 @@ def test_prom_metrics_are_of_their_kind():
     made = []
     kinds = {getattr(prometheus_client, kind): functools.partial(FakeMetric, made, kind) for kind in ("Counter", "Gauge", "Histogram")}
     page = KvportPromMetrics(None, kinds, ["model", "engine"], {0: ["m", "0"]})
-    c = stats.Counters()
+    c = Counters()
     c.take_state(histogram_state([2, 0, 0], 0.1))
     page.observe(c.take())
     by = {m.name: m for m in made}
@@ -509,7 +532,7 @@ def test_prom_metrics_are_of_their_kind():
     assert (h.kind, h.buckets, h.text, h.labelnames) == ("Histogram", [0.1, 1], "Seconds.", ["model", "engine", "of"])
     assert [round(v, 6) for v in h.got[("m", "0", "x")]] == [0.05, 0.05]
     lookups = by["kvport_shim_lookups_total"]
-    assert lookups.kind == "Counter" and lookups.text == stats.SHIM["kvport_shim_lookups_total"]
+    assert lookups.kind == "Counter" and lookups.text == SHIM["kvport_shim_lookups_total"]
     assert lookups.got[("m", "0")] == [0], "it is on the page before anything happened"
 
 

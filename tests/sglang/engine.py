@@ -5,6 +5,7 @@ Calls, one JSON object a line on stdin; answers on stdout:
   {"op": "flush"}  -> {"flush": whether the device and host caches are empty now}
   {"op": "update", "model": folder}  -> {"update": whether the engine has the weights in there now}
   {"op": "unknown"}  -> {"unknown": [arguments that kvport knows and this SGLang does not have]}
+  {"op": "metrics"}  -> {"metrics": {name: the sum over all labels}}, of SGLang's page of metrics, if it has one (enable_metrics)
   {"op": "quit"}
 A result: {"ids", "finish", "cached": {"device", "host", "storage": tokens}, "seconds"}.
 """
@@ -49,6 +50,17 @@ def unknown():
     return sorted({*fingerprint._DECIDE, *fingerprint._NEITHER} - set(namespace_of(ServerArgs)))
 
 
+def metrics():
+    """What SGLang's server shows at /metrics, made as it does that."""
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry, sums = CollectorRegistry(), {}
+    multiprocess.MultiProcessCollector(registry)
+    for sample in (s for metric in registry.collect() for s in metric.samples):
+        sums[sample.name] = sums.get(sample.name, 0) + sample.value
+    return sums
+
+
 def main():
     """Serve calls until the end of stdin."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -72,6 +84,8 @@ def main():
             tell(flush=bool(getattr(engine.flush_cache(), "success", False)))
         if call["op"] == "update":
             tell(update=bool(engine.update_weights_from_disk(call["model"])[0]))
+        if call["op"] == "metrics":
+            tell(metrics=metrics())
         if call["op"] == "unknown":
             tell(unknown=unknown())
     engine.shutdown()

@@ -123,6 +123,7 @@ def damaged(rig):
     engine.flush()
     counted = engine.number("kvport_integrity_failures_total") - known
     rig.check(counted == pages, f"{counted} pages are counted as damaged, {pages} were asked for")
+    engine.shows("kvport_integrity_failures_total", known + counted)
     rig.show("damaged pages that were asked for", pages)
     rig.show("counted as damaged", counted)
     got = engine.run(prompts)

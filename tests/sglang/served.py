@@ -140,6 +140,13 @@ class SGLang(Engine):
         """Add up a number of the backend's over all labels that contain the given ones."""
         return int(sum(v for k, v in self.numbers().items() if k.split("{")[0] == name and all(label in k for label in labels)))
 
+    def shows(self, name, value):
+        """Wait until SGLang's page of metrics shows a value, summed over labels. It is renewed with a step, once a second."""
+        def shown():
+            self.ask("flush")
+            return self.ask("metrics").get(name) == value
+        self.rig.until(shown, f"{self.name}: {name} of {value} on SGLang's page of metrics")
+
 
 class Ahead:
     """Engines of a line, each started while the one before is in use: a start takes longer than most of what is asked of it."""
@@ -186,7 +193,7 @@ class Shared:
         """Give an engine with empty caches to a line; start it if none has."""
         if name not in self.engines:
             self.folder.mkdir(exist_ok=True)
-            self.engines[name] = SGLang(rig, name, config, folder=self.folder, **more)
+            self.engines[name] = SGLang(rig, name, config, folder=self.folder, enable_metrics=True, **more)
             rig.processes.remove(self.engines[name])  # which end with the line
         self.engines[name].rig = rig
         self.engines[name].flush()
