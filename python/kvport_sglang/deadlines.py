@@ -27,9 +27,7 @@ def longer(inner: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     named = _named(inner)
     if named is None:
         return inner
-    more = {
-        host: f"{math.ceil(own[ours])}ms" for ours, host in _HOST.items() if host not in named and own[ours] / 1000 > DEADLINES[host]
-    }
+    more = {host: f"{math.ceil(own[ours])}ms" for ours, host in _HOST.items() if host not in named and own[ours] / 1000 > DEADLINES[host]}
     return {**inner, "kvport": {**inner.get("kvport", {}), "deadlines": {**named, **more}}} if more else inner
 
 
@@ -42,7 +40,7 @@ def doubts(inner: dict[str, Any], own: dict[str, Any], given: dict[str, Any]) ->
     for ours, more in (("exists_ms", 0.0), ("get_ms", GRACE)):
         if own[ours] / 1000 + more >= _JOIN:
             out.append(
-                f"{ours}: is {own[ours]}, want less than {1000 * (_JOIN - more):.0f}: SGLang waits {_JOIN:.0f} s for a call when it empties "
-                "its caches, and ends if one takes longer"
+                f"{ours}: is {own[ours]}, want less than {1000 * (_JOIN - more):.0f}: SGLang waits {_JOIN:.0f} s for a call "
+                "when it empties its caches, and ends if one takes longer"
             )
     return out
