@@ -123,7 +123,7 @@ SIMULATED := docs/benchmarks/simulated
 
 bench-serve: deps build ## compare prefill and decode apart with whole engines: 75 minutes of real traffic, for docs/benchmarks/serve*.jsonl, and the simulation
 	bin/kvport bench serve $(TRAFFIC) --setups chunked,chunked-128,whole-prefix_aware,pd,pd-turns --rate 0.5 --rounds 10 > $(SERVED).jsonl.new
-	bin/kvport bench serve $(TRAFFIC) --setups pd,pd-turns,pd-offload --rate 0.5 --rounds 10 > $(SERVED)-turns.jsonl.new
+	bin/kvport bench serve $(TRAFFIC) --setups chunked,pd,pd-turns,pd-offload --rate 0.3 --rounds 6 > $(SERVED)-turns.jsonl.new
 	bin/kvport sim serve --format json > $(SIMULATED).jsonl.new
 	bin/kvport sim serve --measured-short-steps --rate 2,6 --format json > $(SIMULATED)-measured-steps.jsonl.new
 	for name in $(SERVED) $(SERVED)-turns $(SIMULATED) $(SIMULATED)-measured-steps; do mv "$$name.jsonl.new" "$$name.jsonl"; done

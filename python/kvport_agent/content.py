@@ -27,7 +27,7 @@ def digest(fields: Iterable[bytes | str]) -> bytes:
 
 
 class ContentCache:
-    """Content hashes of files, remembered by path, size and time: weights are read once, not at each start."""
+    """Content hashes of files, remembered by path, size and times: weights are read once, not at each start."""
 
     def __init__(self, folder: pathlib.Path | None = None) -> None:
         """Remember in the user's cache folder, or in the one given."""
@@ -39,11 +39,11 @@ class ContentCache:
         """Hash a file, or remember its hash."""
         path = path.resolve()
         info = path.stat()
-        stamp = [info.st_size, info.st_mtime_ns, info.st_ino]
+        stamp = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
         known = self._load()
         entry = known.get(str(path))
-        if isinstance(entry, list) and len(entry) == 4 and entry[:3] == stamp:
-            return str(entry[3])
+        if isinstance(entry, list) and entry[:-1] == stamp:
+            return str(entry[-1])
         h = hashlib.sha256()
         with open(path, "rb") as f:
             while chunk := f.read(_CHUNK):

@@ -70,7 +70,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
         fingerprint.rank(storage_config)  # raises if it cannot be served
         self._model = fingerprint.model(storage_config, ContentCache())
         if loaded.FILES.changed():  # asked when they have been hashed: that may take minutes, too
-            why = "or files that go with them were changed on disk since they were loaded"
+            why = "or files that go with them were changed on disk since they were loaded, if only in owner or mode"
             self._model = digest([self._model, fingerprint.unknown(why)])
         self.faults = Faults(log)
         self.numbers = Numbers()

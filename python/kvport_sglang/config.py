@@ -65,7 +65,14 @@ def meant(extra: dict[str, Any]) -> bool:
     if package == MODULE:
         return True
     ours = _INNER in extra or _OWN in extra or extra.get("class_name") == _CLASS
-    return ours and (not package or importlib.util.find_spec(package) is None)
+    return ours and not (package and _there(package))
+
+
+def _there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # it was made by hand and not imported
+        return True
 
 
 def names(extra: dict[str, Any]) -> None:

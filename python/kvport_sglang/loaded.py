@@ -38,7 +38,10 @@ class Files:
         if not self._noted:
             return False
         now = _look(self._args)
-        if now is None or self._then is None or now.keys() != self._then.keys():
+        if now is None or self._then is None:
+            log.warning("kvport: it cannot be seen whether files were changed since they were loaded")
+            return True
+        if now.keys() != self._then.keys():
             return True
         return any(was is not None and now[name] != was for name, was in self._then.items())
 
@@ -47,7 +50,7 @@ def _look(server_args: Any) -> dict[str, str | None] | None:
     try:
         return fingerprint.files(server_args)
     except Exception as err:  # no reason not to start: this may be an engine without a backend of ours
-        log.debug("kvport: the files that SGLang loads: %s", err)
+        log.info("kvport: the files that SGLang loads cannot be listed: %s", err)
         return None
 
 

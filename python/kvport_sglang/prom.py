@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import time
 from typing import Any
 
@@ -23,6 +25,9 @@ class Page:
         from prometheus_client import Counter, Gauge, Histogram
 
         self._rank = [getattr(storage, name, None) or 0 for name in _RANK]
+        with contextlib.suppress(Exception):  # of replicas (--dp-size) only this tells them apart
+            runtime = importlib.import_module("sglang.srt.runtime_context")
+            self._rank[_RANK.index("dp_rank")] = runtime.get_parallel().dp_rank or self._rank[_RANK.index("dp_rank")]
         # Of no registry: this process has no page, and one that attaches a backend again makes its metrics again.
         self._metrics = Metrics(
             functools.partial(Counter, registry=None),

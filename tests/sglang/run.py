@@ -42,6 +42,8 @@ LINES = {
 }
 
 TABLE = "| line | what it counted | seconds | load | commit |\n|---|---|---|---|---|\n"
+# Those that use the shared engines.
+USE_SHARED = {"damage", "salts", "time"}
 # Those that run without --all.
 SHORT = ("equal", "damage", "engines", "kills", "store")
 
@@ -138,8 +140,10 @@ def main():
     os.environ["XDG_RUNTIME_DIR"] = args.scratch  # short, private and gone afterwards
     print("stand-ins for SGLang's kernels, which only copy, and the log of calls, in lines:", stand_ins())
     options, reports, begun = Options(args), [], time.monotonic()
-    for name in names:
+    for at, name in enumerate(names):
         reports.append(run(options, name))
+        if not USE_SHARED.intersection(names[at + 1:]):
+            options.shared.stop()  # SGLang does not start where others have the memory
         seconds = round(time.monotonic() - begun)
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": seconds, "stand_ins": stand_ins(), "lines": reports}, indent=1), encoding="utf-8")
     options.shared.stop()
