@@ -21,10 +21,11 @@ from kvport_agent.guard import Faults
 from kvport_agent.messages import message
 from kvport_agent.spawn import Spawner
 
-from . import config, fingerprint, loaded, prom, weights
+from . import config, fingerprint, loaded, weights
 from . import pool as pool_
 from .bounce import NUMBER, Bounce
 from .client import Client
+from .prom import page_of
 from .stats import Numbers, for_sglang
 
 log = logging.getLogger("sglang.kvport")
@@ -74,7 +75,7 @@ class KvportHiCache(_HiCacheStorage):  # type: ignore[misc]
             self._model = digest([self._model, fingerprint.unknown(why)])
         self.faults = Faults(log)
         self.numbers = Numbers()
-        self._page = prom.page(storage_config)
+        self._page = page_of(storage_config)
         self._client: Client | None = None
         self._pool: Any = None
         self._pages: Any = None

@@ -33,7 +33,8 @@ def longer(inner: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def doubts(inner: dict[str, Any], own: dict[str, Any], given: dict[str, Any]) -> list[str]:
     """Say which of the given settings the host cuts short, and which make SGLang wait longer than it does."""
-    named, out = _named(inner) or {}, []
+    named = _named(inner) or {}
+    out: list[str] = []
     for ours, host in _HOST.items():
         if ours in given and own[ours] / 1000 > seconds(named.get(host), math.inf):
             out.append(f"{ours}: is {own[ours]}, but kvport.deadlines.{host} is {named[host]!r} and ends the connector's work earlier")

@@ -48,7 +48,7 @@ class Page:
         self._metrics.observe(numbers.take(), self._rank)
 
 
-def page(storage: Any) -> Page | None:
+def page_of(storage: Any) -> Page | None:
     """Give the rank's part of SGLang's page, if it has one."""
     if not getattr(storage, "enable_storage_metrics", False):
         return None

@@ -555,53 +555,11 @@ def test_a_pool_that_is_refused_leaves_nothing(here):
     e = rig.Engine(here)
     names = rig.keys(0, 5)
     assert all(e.set(names, PAGES[:6]))
-    agent, plugins = e.agent()
     with pytest.raises(UnsupportedError, match="kind mamba"):
         e.backend.register_mem_host_pool_v2(e.pool, fakes.PoolName.MAMBA)
-    until(lambda: not any(pathlib.Path(f"/proc/{pid}/exe").exists() for pid in (agent, *plugins)))
     assert e.exists(names) == 0 and not any(e.get(names, PAGES[:6])) and not any(e.set(names, PAGES[:6]))
     e.close()
     assert len(os.listdir("/proc/self/fd")) == fds and mappings() == maps
-
-
-def test_the_hosts_deadlines_follow_ours(here, binaries):
-    """Else the host ends a load before the get that waits for it, and with it a plugin that is at work."""
-
-    def parsed(named, **own):
-        inner = {"kv_connector": rig.typical(), "kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": str(here)}}
-        got = config.parse({"kv_transfer_config": {**inner, **named}, "kvport_sglang": own}, "r")
-        return got, json.loads(got.text).get("kvport")
-
-    def limits(text):
-        command = [binaries / "kvport", "agent", "--check", "--kv-transfer-config", text]
-        said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-        return said["load_ms"], said["save_ms"]
-
-    got, host = parsed({})
-    assert host is None and got.doubts == () and limits(got.text) == (5500, 30500)
-    got, host = parsed({}, exists_ms=3000, get_ms=8000.5, put_ms=60_000)
-    assert host == {"deadlines": {"later": "3000ms", "transfer": "8001ms", "save": "60000ms"}} and got.doubts == ()
-    assert limits(got.text) == (8501, 60500)
-    named = {"kvport": {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s"}}}
-    got, host = parsed(named, get_ms=8000, put_ms=60_000)
-    assert host == {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s", "save": "60000ms"}}
-    assert [d.partition(",")[0] for d in got.doubts] == ["get_ms: is 8000"] and "kvport.deadlines.transfer is '1s'" in got.doubts[0]
-    assert parsed(named)[0].doubts == (), "whoever names the host's only knows what they want"
-    for wrong in (3, None, {"deadlines": 3}):
-        got, host = parsed({"kvport": wrong}, get_ms=8000)
-        assert host == wrong and got.doubts == (), "the host says so"
-
-
-def test_deadlines_that_sglang_does_not_wait_for(here, engine, caplog):
-    """It ends where a call of a request that was given up takes longer than that amid a flush of its caches."""
-
-    def doubted(**own):
-        return [d.partition(":")[0] for d in config.parse({**rig.extra(here), "kvport_sglang": own}, "r").doubts]
-
-    assert doubted(exists_ms=9999, get_ms=8999, put_ms=600_000) == []
-    assert doubted(exists_ms=10_000, get_ms=9000) == ["exists_ms", "get_ms"]
-    engine(settings={"get_ms": 20_000})
-    assert "kvport_sglang.get_ms: is 20000, want less than 9000" in caplog.text
 
 
 def test_what_cannot_be_served(here, engine):
@@ -658,6 +616,46 @@ def test_one_config_in_two_processes(engine, here):
     assert all(two.set(rig.keys(10, 15), PAGES[:6])) and all(one.get(rig.keys(10, 15), PAGES[:6]))
 
 
+def test_the_hosts_deadlines_follow_ours(here, binaries):
+    """Else the host ends a load before the get that waits for it, and with it a plugin that is at work."""
+
+    def parsed(named, **own):
+        inner = {"kv_connector": rig.typical(), "kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": str(here)}}
+        got = config.parse({"kv_transfer_config": {**inner, **named}, "kvport_sglang": own}, "r")
+        return got, json.loads(got.text).get("kvport")
+
+    def limits(text):
+        command = [binaries / "kvport", "agent", "--check", "--kv-transfer-config", text]
+        said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return said["load_ms"], said["save_ms"]
+
+    got, host = parsed({})
+    assert host is None and got.doubts == () and limits(got.text) == (5500, 30500)
+    got, host = parsed({}, exists_ms=3000, get_ms=8000.5, put_ms=60_000)
+    assert host == {"deadlines": {"later": "3000ms", "transfer": "8001ms", "save": "60000ms"}} and got.doubts == ()
+    assert limits(got.text) == (8501, 60500)
+    named = {"kvport": {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s"}}}
+    got, host = parsed(named, get_ms=8000, put_ms=60_000)
+    assert host == {"trust": "staged", "deadlines": {"transfer": "1s", "grace": "1s", "save": "60000ms"}}
+    assert [d.partition(",")[0] for d in got.doubts] == ["get_ms: is 8000"] and "kvport.deadlines.transfer is '1s'" in got.doubts[0]
+    assert parsed(named)[0].doubts == (), "whoever names the host's only knows what they want"
+    for wrong in (3, None, {"deadlines": 3}):
+        got, host = parsed({"kvport": wrong}, get_ms=8000)
+        assert host == wrong and got.doubts == (), "the host says so"
+
+
+def test_deadlines_that_sglang_does_not_wait_for(here, engine, caplog):
+    """It ends where a call of a request that was given up takes longer than that amid a flush of its caches."""
+
+    def doubted(**own):
+        return [d.partition(":")[0] for d in config.parse({**rig.extra(here), "kvport_sglang": own}, "r").doubts]
+
+    assert doubted(exists_ms=9999, get_ms=8999) == []
+    assert doubted(exists_ms=10_000, get_ms=9000) == ["exists_ms", "get_ms"]
+    engine(settings={"get_ms": 20_000})
+    assert "kvport_sglang.get_ms: is 20000, want less than 9000" in caplog.text
+
+
 def test_keys():
     assert backend_.key_of(rig.key(1)).hex() == rig.key(1)
     odd = {backend_.key_of(k) for k in ("", "zz", "0" * 64, rig.key(1)[:-1], rig.key(1) + "00", rig.key(1))}
@@ -706,7 +704,7 @@ def test_numbers_are_on_sglangs_page(engine, here, monkeypatch):
     monkeypatch.setattr(vllm.Metric, "shown", {})
 
     def shown(name):
-        rank = {("tp_rank", "1"), ("dp_rank", "0")}
+        rank = {("tp_rank", "1"), ("pp_rank", "0"), ("dp_rank", "0"), ("attn_cp_rank", "0")}
         return sum(v for (n, labels), v in vllm.Metric.shown.items() if n == name and rank <= set(labels))
 
     ranks = {"tp_size": 2, "tp_rank": 1}
