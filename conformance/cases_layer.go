@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -21,6 +22,7 @@ func layerCase(id, rule, text string, body func(*rig)) Case {
 func layerCases() []Case {
 	read := layerCase("layer-read", "LAYER-01", "A consumer that has fetched before gets what was final, though it may read while layers are computed.", layerRead)
 	read.Optional = true // it is about tickets
+	random := layerCase("random-layers", "LAYER-01", "Random histories of saves that wait for layers, many at once: layers come one by one and in jumps, saves are given up and cancelled, and others save the same blocks.", randomLayers)
 	groups := layerCase("layer-groups", "LAYER-01", "Layers of two groups become final in one order: each segment is read in its turn.", layerGroups)
 	groups.Groups, groups.Run = true, rigged(connector.CanLayers, true, layerGroups)
 	return []Case{
@@ -39,6 +41,7 @@ func layerCases() []Case {
 		layerCase("layer-many", "LAYER-05", "Each of three transfers ends with its own layers, in the reverse of the order in which they began.", layerMany),
 		layerCase("layer-beside", "LAYER-05", "Saves, loads and matches go on while a save waits for layers.", layerBeside),
 		layerCase("layer-idle", "LAYER-06", "A connector that waits for a layer uses no processor.", layerIdle),
+		budgeted(random),
 	}
 }
 
@@ -76,10 +79,9 @@ func (e *engine) layerBlocks(rank int, bs ...connector.Block) *layering {
 	e.closers = append(e.closers, func() error { // before the sides are closed
 		stop()
 		l.count.GiveUp()
-		select {
-		case <-over:
-		case <-time.After(soon):
-			e.Errorf("SaveLayers does not return when its context is done and the engine has given up")
+		ended := time.Now()
+		if _, came := awaited(e.rig, over, soon); !came {
+			e.check(e.timed(ended, fmt.Errorf("the call had not returned %v after its context ended and the engine gave up: %w", soon, context.DeadlineExceeded)), "SaveLayers")
 		}
 		return nil
 	})
@@ -312,7 +314,7 @@ func layerAgain(r *rig) {
 			t.Replace = true
 			r.must(e.saveOnly(r.Context(), t), "save of what is wrong")
 		}
-		l := e.layerBlocksAs(replace, bs...)
+		l := e.layerBlocksAs(0, replace, bs...)
 		for n := range e.layers() {
 			l.compute(n + 1)
 		}
@@ -321,18 +323,18 @@ func layerAgain(r *rig) {
 	}
 }
 
-// layerBlocksAs is layerBlocks of rank 0 with or without Replace.
-func (e *engine) layerBlocksAs(replace bool, bs ...connector.Block) *layering {
+// layerBlocksAs is layerBlocks with or without Replace.
+func (e *engine) layerBlocksAs(rank int, replace bool, bs ...connector.Block) *layering {
 	e.Helper()
 	if !replace {
-		return e.layerBlocks(0, bs...)
+		return e.layerBlocks(rank, bs...)
 	}
-	inner := e.workers[0]
-	defer func() { e.workers[0] = inner }()
+	inner := e.workers[rank]
+	defer func() { e.workers[rank] = inner }()
 	if w, ok := connector.As[connector.LayerWorker](inner); ok {
-		e.workers[0] = replacing{inner, w}
+		e.workers[rank] = replacing{inner, w}
 	}
-	return e.layerBlocks(0, bs...)
+	return e.layerBlocks(rank, bs...)
 }
 
 // replacing sets Replace in every transfer.

@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -9,6 +10,7 @@ import (
 	"hash/fnv"
 	"math/rand/v2"
 	"slices"
+	"time"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -24,6 +26,7 @@ func reshapeCase(id, rule, text string, body func(*rig)) Case {
 }
 
 func reshapeCases() []Case {
+	random := reshapeCase("random-reshape", "RESHAPE-03", "Random histories of engines of any shapes: prompts of several producers, read in calls in any order, in parts, at once, given up, and by the engine that takes a consumer's place.", randomReshape)
 	return []Case{
 		reshapeCase("reshape-offer", "RESHAPE-02", "All tokens that are the same are offered, and none after them.", reshapeOffer),
 		reshapeCase("reshape-blocks", "RESHAPE-03", "Whole blocks of other sizes are read, digests included, up to 70 of them.", reshapeBlocks),
@@ -34,6 +37,7 @@ func reshapeCases() []Case {
 		reshapeCase("reshape-named", "RESHAPE-05", "Blocks that the hold does not have, or that are others, are named.", reshapeNamed),
 		reshapeCase("reshape-once", "RESHAPE-06", "A hold is reported once, after the last call of its consumer.", reshapeOnce),
 		reshapeCase("reshape-consumed", "RESHAPE-06", "A hold that was fetched gives nothing more.", reshapeConsumed),
+		budgeted(random),
 	}
 }
 
@@ -147,6 +151,11 @@ type cutLoad struct {
 	from, to int  // blocks of the producer
 	rank     int  // of the producer
 	last     bool // of the load
+
+	limit    time.Duration // of the call; 0: a host's deadline
+	insists  bool          // as hosts do: the engine asks again while the connector is busy, until the limit
+	unlooked bool          // the caller looks itself whether the caches have changed
+	rand     *rand.Rand    // that places the blocks; nil: the case's
 }
 
 // sourceLayout is how the memory for source blocks holds some of a producer's.
@@ -167,7 +176,10 @@ func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err 
 	e.must(err, "memory for source blocks")
 	want := bytes.Repeat([]byte{guardByte}, len(e.sources))
 	copy(e.sources, want)
-	slots := e.rand.Perm(cutBlocks)
+	if l.rand == nil {
+		l.rand = e.rand
+	}
+	slots := l.rand.Perm(cutBlocks)
 	bs := make([]connector.Block, 0, l.to-l.from)
 	for place := l.from; place < l.to; place++ {
 		b := connector.Block{ID: connector.BlockID(slots[place])}
@@ -178,8 +190,10 @@ func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err 
 	}
 	end := min(l.to*p.cut.block, max(pr.tokens, (l.to-1)*p.cut.block+1))
 	t := connector.Transfer{Request: pr.request, From: l.from * p.cut.block, Tokens: end - l.from*p.cut.block, Blocks: bs, Ticket: pr.hold.Ticket}
-	caches := e.memory()
-	err = e.reshape(worker, &t, connector.Source{Rank: l.rank, World: p.cut.ranks, Last: l.last}, kv)
+	if !l.unlooked {
+		defer e.untouched(e.memory())
+	}
+	err = e.reshape(worker, &t, connector.Source{Rank: l.rank, World: p.cut.ranks, Last: l.last}, kv, &l)
 	failed := map[connector.BlockID]bool{}
 	if err != nil {
 		e.names(err, bs, failed)
@@ -198,23 +212,30 @@ func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err 
 	if at := firstDifference(want, e.sources); at >= 0 {
 		e.Errorf("blocks %d to %d of rank %d of %d, of %d tokens: byte %d of the memory for them is wrong", l.from, l.to, l.rank, p.cut.ranks, p.cut.block, at)
 	}
-	for rank, before := range caches {
-		if at := firstDifference(before, e.inst.Memory[rank]); at >= 0 {
-			e.Errorf("byte %d of the cache of rank %d was written", at, rank)
-		}
-	}
 	return len(failed), err
 }
 
+// untouched checks that the engine's caches are as they were before.
+func (e *cutEngine) untouched(before [][]byte) {
+	e.Helper()
+	for rank, was := range before {
+		if at := firstDifference(was, e.inst.Memory[rank]); at >= 0 {
+			e.Errorf("byte %d of the cache of rank %d was written", at, rank)
+		}
+	}
+}
+
 // reshape is one Reshape.
-func (e *cutEngine) reshape(rank int, t *connector.Transfer, from connector.Source, kv *connector.KV) error {
+func (e *cutEngine) reshape(rank int, t *connector.Transfer, from connector.Source, kv *connector.KV, l *cutLoad) error {
 	e.Helper()
 	worker, ok := connector.As[connector.Reshaper](e.workers[rank])
 	if !ok {
 		e.Errorf("Info claims reshape, the worker side does not have it")
 		e.FailNow()
 	}
-	return e.returns("Reshape", pdDeadline, func(ctx context.Context) error { return worker.Reshape(ctx, t, from, kv) })
+	return e.returns("Reshape", cmp.Or(l.limit, pdDeadline), func(ctx context.Context) error {
+		return whileBusy(ctx, l.insists, func() error { return worker.Reshape(ctx, t, from, kv) })
+	})
 }
 
 // whole reads all blocks of all ranks of a prompt, in calls of at most some blocks, and says so with the last one if
@@ -225,7 +246,7 @@ func (e *cutEngine) whole(p *cutEngine, pr cutPrompt, most int, last bool) {
 		to := min(from+most, len(pr.blocks))
 		for rank := range p.cut.ranks {
 			e.inLease(pr.prompt)
-			named, err := e.load(p, pr, cutLoad{from, to, rank, last && to == len(pr.blocks) && rank == p.cut.ranks-1})
+			named, err := e.load(p, pr, cutLoad{from: from, to: to, rank: rank, last: last && to == len(pr.blocks) && rank == p.cut.ranks-1})
 			if err != nil {
 				e.missed(pr.prompt, err, "load of blocks %d to %d of rank %d: %v", from, to, rank, err)
 				e.FailNow()
@@ -247,11 +268,15 @@ func (e *cutEngine) all(p *cutEngine, pr cutPrompt) {
 // offered is how many tokens are offered beyond those that are computed, where the first same tokens are equal.
 func (e *cutEngine) offered(p cutPrompt, same, computed int) int {
 	e.Helper()
+	return e.ask(e.query(p, same, computed))[0].Tokens
+}
+
+// query is what the engine's host asks about a prompt.
+func (e *cutEngine) query(p cutPrompt, same, computed int) connector.Query {
 	tokens := p.tokens + 3
-	q := connector.Query{
+	return connector.Query{
 		Request: p.request, Tokens: tokens, Keys: e.keys(tokens / e.cut.block), Computed: computed, Ticket: p.hold.Ticket, Reshaped: same,
 	}
-	return e.ask(q)[0].Tokens
 }
 
 // pairs hands prompts from engines of each cut to one of another.
@@ -293,7 +318,7 @@ func reshapePart(r *rig) {
 		r.equal(30-8, d.offered(pr, 30, 8), "tokens offered beyond 8")
 		for rank := range p.cut.ranks {
 			r.inLease(pr.prompt)
-			named, err := d.load(p, pr, cutLoad{l[0], l[1], rank, rank == 1})
+			named, err := d.load(p, pr, cutLoad{from: l[0], to: l[1], rank: rank, last: rank == 1})
 			r.must(err, "load of blocks %d to %d", l[0], l[1])
 			r.equal(0, named, "blocks that did not arrive")
 		}
@@ -337,7 +362,7 @@ func reshapeRefused(r *rig) {
 		for i := range 24 / c.block {
 			t.Blocks = append(t.Blocks, connector.Block{ID: connector.BlockID(i), Key: pr.keys[i]})
 		}
-		if err := d.reshape(0, &t, connector.Source{World: c.ranks}, kv); !errors.Is(err, connector.ErrIncompatible) {
+		if err := d.reshape(0, &t, connector.Source{World: c.ranks}, kv, &cutLoad{}); !errors.Is(err, connector.ErrIncompatible) {
 			r.Errorf("%s: error %v, want ErrIncompatible", why, err)
 		}
 		if at := firstDifference(before, d.sources); at >= 0 {

@@ -14,6 +14,7 @@ import (
 // blocks, both engines are producer and consumer at a time, and most answers are never asked for.
 
 func turnCases() []Case {
+	random := pdCase("random-turns", "TURN-04", "Random histories of conversations: prompts and answers of many turns, from any block on, on one and two ranks, in slots that are reused, given up, and a decode engine that closes.", Bidirectional, randomTurns)
 	return []Case{
 		pdCase("turn-round", "TURN-04", "A prompt goes to the decode engine, and its answer back, turn after turn.", Bidirectional, turnRound),
 		pdCase("turn-both-ways", "TURN-04", "Prompts and answers go both ways at once.", Bidirectional, turnBothWays),
@@ -26,6 +27,7 @@ func turnCases() []Case {
 		pdCase("turn-diverges", "TURN-06", "The next turn's prompt continues differently: it gets the blocks that both share, or none.", Bidirectional, turnDiverges),
 		pdCase("turn-gone", "TURN-06", "The decode engine is gone: a load ends soon with an error, and its next life is served.", Bidirectional, turnGone),
 		pdCase("turn-never", "TURN-07", "Answers that nobody asks for do no harm to a hold that was there before.", Bidirectional, turnNever),
+		budgeted(random),
 	}
 }
 
@@ -56,6 +58,7 @@ func (p *pd) answer(to *prompt, full, more int) *prompt {
 		known = to.keys
 	}
 	pr := p.computeBehind(known, full, more)
+	pr.handed = time.Now()
 	hold := p.finish(connector.Ended{
 		Request: pr.request, Reason: connector.ReasonLength, Tokens: pr.tokens, Remote: true, Weak: true, Blocks: pr.named(pr.blocks),
 	})[0]
@@ -65,6 +68,9 @@ func (p *pd) answer(to *prompt, full, more int) *prompt {
 	}
 	pr.hold = hold
 	pr.hold.Ticket, pr.hold.Weak = bytes.Clone(hold.Ticket), true // as the host has it (rule TURN-01)
+	if hold.TTL > 0 {
+		pr.ends = pr.handed.Add(hold.TTL)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.free = append(idsOf(pr.blocks), p.free...)

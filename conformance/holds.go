@@ -1,13 +1,10 @@
 package conformance
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -18,114 +15,22 @@ func holdCases() []Case {
 	return []Case{budgeted(c)}
 }
 
-// randomHolds plays histories of a producer and two consumers, each with a connector of its own, until one fails or the budget is over.
 func randomHolds(r *rig) {
-	if r.settings.fresh == nil {
-		r.Skipf("random histories need a connector that can be started afresh")
-	}
 	const tour = 4
-	began, without := time.Now(), 0 // histories without a verdict
-	s := &holdStage{rig: r, limit: began.Add(slack * r.settings.budget)}
-	for n := 0; ; n++ {
-		if spent := time.Since(began); r.Context().Err() != nil || spent > r.settings.budget && (n >= tour || spent > slack*r.settings.budget) {
-			if without == n {
-				r.inconclusive("no history had a verdict: the machine was busy")
+	r.playSteps(&stepping{
+		id: "random-holds", rule: "PD-01", needs: connector.CanHold, tour: tour, allowed: allowedOfHolds,
+		generate: func(seed uint64, n int) (out []step) {
+			steps := generateHolds(seed, n)
+			for i := range steps {
+				out = append(out, &steps[i])
 			}
-			return
-		}
-		steps := generateHolds(r.settings.seed, n)
-		switch f := s.play(steps); f.Status {
-		case Fail:
-			s.tell(steps, n, f)
-			return
-		case Inconclusive:
-			without++
-		case Pass, Skip:
-		}
-	}
-}
-
-// holdStage plays histories of holds.
-type holdStage struct {
-	*rig
-	runs   int
-	limit  time.Time // nobody waits for a lease beyond it, but once; zero: any time
-	waited bool
-}
-
-// played is what came of a history of holds.
-type played struct {
-	Result
-
-	step int    // the one that failed
-	rule string // which it broke
-}
-
-// play plays a history on a connector that is started for it.
-func (r *holdStage) play(steps []holdStep) played {
-	r.Helper()
-	r.runs++
-	var at atomic.Pointer[played]
-	at.Store(&played{rule: "PD-01"})
-	settings := r.settings
-	settings.salt += fmt.Sprint(r.runs) // what an earlier history left somewhere is another's
-	c := Case{ID: "random-holds", Rule: "PD-01", Run: rigged(connector.CanHold, false, func(sub *rig) {
-		rec, _ := sub.T.(*recorder)
-		p := sub.sender(1)
-		g := &holdGame{producer: p, consumers: [2]*pd{p.taker(), p.taker()}, prompts: map[int]*handed{}, limit: r.limit}
-		if !r.waited {
-			g.limit = time.Time{}
-		}
-		for n := range steps {
-			g.now = func(rule string) { at.Store(&played{step: n, rule: rule}) }
-			if g.do(&steps[n]); !rec.is(Pass) {
-				return
-			}
-			if g.waited {
-				r.waited, g.limit = true, r.limit
-			}
-		}
-		g.now = func(rule string) { at.Store(&played{step: len(steps) - 1, rule: rule}) }
-		g.settle()
-	})}
-	result := checkCase(r.Context(), c, r.settings.fresh, settings)
-	return played{result, at.Load().step, at.Load().rule}
-}
-
-// tell makes a history that failed short and fails the case with it.
-func (r *holdStage) tell(steps []holdStep, n int, f played) {
-	r.Helper()
-	before, ran := len(steps), r.runs
-	limit := time.Now().Add(min(mostShrinking, r.settings.deadline/2))
-	r.limit = time.Time{}
-	short := slices.DeleteFunc(slices.Clone(steps[:f.step+1]), func(s holdStep) bool { return s.left })
-	for size := len(short); size > 0; size /= 2 {
-		for to := len(short); to > 0 && time.Now().Before(limit); to -= size {
-			less := slices.Delete(slices.Clone(short), max(0, to-size), to)
-			if len(less) == 0 {
-				continue
-			}
-			if got := r.play(less); got.Status == Fail && got.rule == f.rule {
-				f, short = got, less[:got.step+1]
-				to = min(to, len(short))
-			}
-		}
-	}
-	var transcript []string
-	for i := range short {
-		transcript = append(transcript, fmt.Sprintf("%3d %s", i+1, short[i].words()))
-	}
-	if more := len(transcript) - mostHoldLines; more > 0 {
-		transcript = append([]string{fmt.Sprintf("    ... %d steps before", more)}, transcript[more:]...)
-	}
-	transcript = append(transcript, fmt.Sprintf("seed %d, history %d: shortened from %d steps to %d in %d runs", r.settings.seed, n+1, before, len(short), r.runs-ran))
-	text := f.rule + ": " + strings.Join(f.Log, "; ")
-	if rec, ok := r.T.(*recorder); ok {
-		rec.broken(f.rule, allowedOfHolds(f.rule), transcript, f.LastWords)
-	} else {
-		text += "\n" + strings.Join(transcript, "\n")
-	}
-	r.Errorf("%s", text)
+			return out
+		},
+		open: func(r *rig, stage *stepStage, now func(string)) game {
+			p := r.sender(1)
+			return &holdGame{stage: stage, producer: p, consumers: [2]*pd{p.taker(), p.taker()}, prompts: map[int]*handed{}, now: now}
+		},
+	})
 }
 
 // allowedOfHolds is what would have been right where a history broke a rule.
@@ -145,9 +50,6 @@ func allowedOfHolds(rule string) string {
 
 // reportedRule is the rule of reports of holds.
 const reportedRule = "PD-04"
-
-// mostHoldLines is how many lines of a transcript are steps.
-const mostHoldLines = 12
 
 // holdDoes is what a step of a history of holds does.
 type holdDoes uint8
@@ -172,8 +74,10 @@ type holdStep struct {
 	blocks, tail int // of a new prompt, behind those
 	consumer     int
 	after        time.Duration // breakOff
-	left         bool          // halfLease: there was no time for it
+	noTime       bool          // halfLease: it was left out
 }
+
+func (s *holdStep) left() bool { return s.noTime }
 
 func (s *holdStep) words() string {
 	var names []string
@@ -302,7 +206,7 @@ type holdGame struct {
 	consumers [2]*pd
 	prompts   map[int]*handed
 	waited    bool
-	limit     time.Time         // of waits; zero: none
+	stage     *stepStage
 	now       func(rule string) // says which rule the next check is about
 }
 
@@ -316,17 +220,29 @@ type handed struct {
 	aborted  bool
 }
 
+// renumber notes that a new hold has the number of an older one, which is over with that.
+func (p *pd) renumber(h, old *handed) {
+	h.renumbered, old.renumbered, old.unsure = true, true, true
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.reports[h.hold.ID] = 0
+}
+
 // fetched notes that a consumer has the prompt.
 func (h *handed) fetched() {
 	const reportTime = time.Second
 	h.taken++
-	h.unspoken = h.unspoken || !h.until.IsZero() && time.Until(h.until) < reportTime
+	h.unspoken = h.unspoken || !h.ends.IsZero() && time.Until(h.ends) < reportTime
 }
 
 // open reports whether the prompt can be fetched.
 func (h *handed) open() bool { return !h.aborted && !h.unsure && !h.over() && h.taken < h.consumers() }
 
-func (g *holdGame) do(s *holdStep) {
+func (g *holdGame) do(next step) {
+	s, ok := next.(*holdStep)
+	if !ok {
+		return
+	}
 	known := slices.DeleteFunc(slices.Clone(s.prompts), func(n int) bool { return g.prompts[n] == nil })
 	d := g.consumers[s.consumer]
 	switch {
@@ -335,17 +251,17 @@ func (g *holdGame) do(s *holdStep) {
 	case s.does == reuse:
 		g.producer.sweep()
 	case s.does == halfLease:
-		s.left = !g.wait()
+		s.noTime = !g.wait()
 	case len(known) == 0: // of a history that was shortened
 	case s.does == takeMany:
 		g.now("PD-14")
-		together(len(known), func(i int) { g.take(d, g.prompts[known[i]]) })
+		together(len(known), func(i int) { g.prompts[known[i]].fetchedBy(d) })
 	case s.does == takeTwice:
 		g.twice(g.prompts[known[0]])
 	case s.does == takeOne:
 		h := g.prompts[known[0]]
 		g.now(g.rule(h))
-		g.take(d, h)
+		h.fetchedBy(d)
 	case s.does == askOnly:
 		d.offer(g.prompts[known[0]].prompt, 0)
 	case s.does == breakOff:
@@ -411,12 +327,9 @@ func (g *holdGame) number(h *handed) {
 			continue
 		}
 		if other.open() {
-			p.Errorf("two open holds have the number %d", h.hold.ID)
+			p.overdue(other.handed, "two open holds have the number %d", h.hold.ID)
 		}
-		other.unsure = true
-		p.mu.Lock()
-		p.reports[h.hold.ID] = 0
-		p.mu.Unlock()
+		p.renumber(h, other)
 	}
 }
 
@@ -425,10 +338,10 @@ func (g *holdGame) wait() bool {
 	const most = 2 * time.Second
 	for _, h := range g.prompts {
 		if half := h.until.Sub(h.handed) / 2; !h.until.IsZero() && half < most {
-			if !g.limit.IsZero() && time.Until(g.limit) < half {
+			if g.stage.late(half) {
 				return false
 			}
-			g.waited = true
+			g.waited, g.stage.waited = true, true
 			g.producer.pause(half)
 			return true
 		}
@@ -436,8 +349,8 @@ func (g *holdGame) wait() bool {
 	return true
 }
 
-// take fetches a prompt: all of it if it is open, and otherwise nothing that is wrong.
-func (g *holdGame) take(d *pd, h *handed) {
+// fetchedBy has a consumer fetch a prompt: all of it if it is open, and otherwise nothing that is wrong.
+func (h *handed) fetchedBy(d *pd) {
 	if !h.open() {
 		if d.try(h.prompt) > 0 {
 			h.fetched()
@@ -448,17 +361,15 @@ func (g *holdGame) take(d *pd, h *handed) {
 	n, right := d.offer(h.prompt, 0), 0
 	var err error
 	if n > 0 {
-		right, err = d.fetch(h.prompt, loading{n: min(n, len(h.content()))})
+		right, err = d.fetch(h.prompt, loading{n: min(n, len(h.content())), insists: true})
 	}
 	switch {
 	case err == nil && right >= len(h.keys):
 		h.fetched()
 	case h.over():
 		h.unsure = true
-	case errors.Is(err, context.DeadlineExceeded):
-		d.overdue(began, "load of hold %d: %v", h.hold.ID, err)
 	default:
-		d.Errorf("%d of %d blocks of hold %d arrive, whose lease is not over: %v", right, len(h.keys), h.hold.ID, err)
+		d.overdue(began, "%d of %d blocks of hold %d arrive, whose lease is not over: %v", right, len(h.keys), h.hold.ID, err)
 	}
 }
 
@@ -466,10 +377,15 @@ func (g *holdGame) take(d *pd, h *handed) {
 func (g *holdGame) twice(h *handed) {
 	was := h.open()
 	g.now("PD-14")
+	began := time.Now()
 	var right [2]int
-	together(2, func(i int) { right[i] = g.consumers[i].try(h.prompt) })
+	together(2, func(i int) {
+		if n := g.consumers[i].offer(h.prompt, 0); n > 0 {
+			right[i], _ = g.consumers[i].fetch(h.prompt, loading{n: min(n, len(h.content())), insists: true})
+		}
+	})
 	if was && !h.over() && max(right[0], right[1]) < len(h.keys) {
-		g.producer.overdue(h.handed, "neither of two consumers at a time gets the %d blocks of hold %d", len(h.keys), h.hold.ID)
+		g.producer.overdue(began, "neither of two consumers at a time gets the %d blocks of hold %d", len(h.keys), h.hold.ID)
 	}
 	h.fetched()
 	h.unsure = h.unsure || h.consumers() > 1 || !was
@@ -489,6 +405,7 @@ func (g *holdGame) breakOff(d *pd, h *handed, after time.Duration) {
 // settle checks how often each hold was reported.
 func (g *holdGame) settle() {
 	g.now(reportedRule)
+	began := time.Now()
 	for _, h := range g.prompts {
 		if want := h.reports(); want > 0 {
 			for w := g.producer.patience(soon); g.producer.reported(h.prompt) < want && !w.over(); {
@@ -500,10 +417,10 @@ func (g *holdGame) settle() {
 	for _, h := range g.prompts {
 		got := g.producer.reported(h.prompt)
 		switch {
-		case got > h.consumers() || !h.unsure && got > h.taken:
+		case !h.renumbered && (got > h.consumers() || !h.unsure && got > h.taken):
 			g.producer.Errorf("hold %d of %d consumers was reported %d times, and fetched %d times", h.hold.ID, h.consumers(), got, h.taken)
 		case got < h.reports():
-			g.producer.overdue(h.handed, "hold %d was reported %d times, and fetched %d times", h.hold.ID, got, h.taken)
+			g.producer.overdue(began, "hold %d was reported %d times, and fetched %d times", h.hold.ID, got, h.taken)
 		}
 	}
 }
@@ -514,4 +431,14 @@ func (h *handed) reports() int {
 		return 0
 	}
 	return min(h.taken, h.consumers())
+}
+
+// met implements game.
+func (g *holdGame) met() bool {
+	for _, h := range g.prompts {
+		if h.taken > 0 {
+			return true
+		}
+	}
+	return false
 }

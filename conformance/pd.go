@@ -33,6 +33,7 @@ type pd struct {
 	mu      sync.Mutex
 	free    []connector.BlockID // the last is taken first
 	held    []*prompt
+	used    map[connector.BlockID]int // how often each slot was taken or given away
 	reports map[connector.HoldID]int
 	heard   chan struct{} // holds one token when there is a new report
 	hangUp  func()        // ends the asking; more than once
@@ -46,7 +47,10 @@ type prompt struct {
 	tokens  int
 	hold    connector.Hold
 	handed  time.Time // when its request ended
+	ends    time.Time // its lease, at the earliest: it began while Finish was under way; zero: it has none
 	until   time.Time // when the host takes the blocks back
+
+	renumbered bool // another hold has or had its number: reports may be of either
 }
 
 // consumers is how often the prompt's hold is reported: once for each consumer, of which there is one unless
@@ -108,7 +112,7 @@ func (p *pd) twin(role connector.Role) *engine {
 func (e *engine) attend() *pd {
 	e.Helper()
 	e.openAll()
-	p := &pd{engine: e, reports: map[connector.HoldID]int{}, heard: make(chan struct{}, 1)}
+	p := &pd{engine: e, reports: map[connector.HoldID]int{}, used: map[connector.BlockID]int{}, heard: make(chan struct{}, 1)}
 	for id := e.env.Layout.Blocks - 1; id >= 0; id-- {
 		p.free = append(p.free, connector.BlockID(id))
 	}
@@ -186,7 +190,27 @@ func (p *pd) slots(n int) []connector.BlockID {
 	at := len(p.free) - n
 	out := slices.Clone(p.free[at:])
 	p.free = p.free[:at]
+	for _, id := range out {
+		p.used[id]++
+	}
 	slices.Reverse(out)
+	return out
+}
+
+// uses notes that somebody uses a free slot for a moment.
+func (p *pd) uses(id connector.BlockID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.used[id]++
+}
+
+// usesOf is how often the slot of each block was used so far.
+func (p *pd) usesOf(bs []connector.Block) (out []int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range bs {
+		out = append(out, p.used[b.ID])
+	}
 	return out
 }
 
@@ -311,7 +335,7 @@ func (p *pd) endRequest(pr *prompt, reason connector.Reason) {
 	if ttl == 0 {
 		ttl = holdTTL
 	}
-	pr.until = time.Now().Add(ttl)
+	pr.ends, pr.until = began.Add(ttl), time.Now().Add(ttl)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.held = append(p.held, pr)
@@ -329,13 +353,13 @@ func (p *pd) hand(full, more int) *prompt {
 	return pr
 }
 
-// sweep frees what is no longer held, and overwrites all that is free.
+// sweep frees what is no longer held, and overwrites all that is free. A report that may be of an older hold frees nothing.
 func (p *pd) sweep() {
 	now := time.Now()
 	var over []*prompt
 	p.mu.Lock()
 	p.held = slices.DeleteFunc(p.held, func(pr *prompt) bool {
-		is := p.reports[pr.hold.ID] >= pr.consumers() || !now.Before(pr.until)
+		is := !pr.renumbered && p.reports[pr.hold.ID] >= pr.consumers() || !now.Before(pr.until)
 		if is {
 			over = append(over, pr)
 		}
@@ -352,6 +376,9 @@ func (p *pd) sweep() {
 func (p *pd) churn() {
 	p.mu.Lock()
 	free := slices.Clone(p.free)
+	for _, id := range free {
+		p.used[id]++
+	}
 	p.mu.Unlock()
 	p.fill(p.place(p.keys(len(free)), free)...)
 	for g, group := range p.env.Layout.Groups {

@@ -17,16 +17,25 @@ func (pr *prompt) query(computed int) connector.Query {
 	}
 }
 
-// offer is how many blocks a consumer is offered beyond those that it has. An answer that stays Later is a
-// miss, as hosts have it.
+// offer is how many blocks a consumer is offered beyond those that it has.
 func (d *pd) offer(pr *prompt, computed int) int {
+	d.Helper()
+	n := d.asked(pr.query(computed))
+	if computed*blockTokens+n == pr.tokens {
+		return (n + blockTokens - 1) / blockTokens // with its partial last block
+	}
+	return n / blockTokens
+}
+
+// asked is how many tokens are offered. An error, and an answer that stays Later, are a miss, as hosts have it.
+func (d *pd) asked(q connector.Query) int {
 	d.Helper()
 	d.asking.Lock()
 	defer d.asking.Unlock()
 	for w := d.patience(soon); ; d.pause(askAgain) {
 		var m connector.Match
 		err := d.returns("Match", soon, func(ctx context.Context) error {
-			ms, err := d.scheduler.Match(ctx, []connector.Query{pr.query(computed)})
+			ms, err := d.scheduler.Match(ctx, []connector.Query{q})
 			if err == nil && len(ms) == 1 {
 				m = ms[0]
 			}
@@ -37,10 +46,8 @@ func (d *pd) offer(pr *prompt, computed int) int {
 		case again && !w.over():
 		case again || err != nil:
 			return 0
-		case computed*blockTokens+m.Tokens == pr.tokens:
-			return (m.Tokens + blockTokens - 1) / blockTokens // with its partial last block
 		default:
-			return m.Tokens / blockTokens
+			return m.Tokens
 		}
 	}
 }
@@ -50,8 +57,15 @@ type loading struct {
 	first, n int           // blocks of the prompt
 	ranks    []int         // nil: all
 	limit    time.Duration // of the call; 0: a host's deadline
+	insists  bool          // as hosts do: the engine asks again while the connector is busy, until the limit
+	keyed    bool          // a partial last block does not count
 	after    func([]connector.Block)
 	now      *pd // its slots may have been reused: a block that is as they are now is lost, and its host can tell
+}
+
+// counts reports whether a block that is right counts.
+func (l *loading) counts(pr *prompt, b connector.Block) bool {
+	return b.Group == 0 && (!l.keyed || slices.Contains(pr.keys, b.Key))
 }
 
 // fetch loads blocks of a prompt into slots that are anywhere. A block that is not named as failed must be
@@ -74,8 +88,8 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 	failed := map[connector.BlockID]bool{}
 	t := pr.transfer(l.first, to)
 	for _, rank := range l.ranks {
-		if e := d.loadOnce(rank, &t, l.limit); e != nil {
-			err = e
+		if e := d.loadOnce(rank, &t, l.limit, l.insists); e != nil {
+			err = errors.Join(err, e)
 			d.names(e, to, failed)
 		}
 	}
@@ -93,7 +107,7 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 		}
 		if wrong != "" {
 			d.Errorf("hold %d: %s, and the load says nothing of it", pr.hold.ID, wrong)
-		} else if b.Group == 0 {
+		} else if l.counts(pr, b) {
 			right++
 		}
 	}
@@ -101,15 +115,30 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 }
 
 // loadOnce is one Load; a Planner is asked as in move.
-func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration) error {
+func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration, insists bool) error {
 	d.Helper()
 	return d.returns("Load", limit, func(ctx context.Context) error {
 		todo, err := d.planned(ctx, *t, false)
 		for i := range todo {
-			err = errors.Join(err, d.workers[rank].Load(ctx, &todo[i], d.kv[rank]))
+			err = errors.Join(err, whileBusy(ctx, insists, func() error { return d.workers[rank].Load(ctx, &todo[i], d.kv[rank]) }))
 		}
 		return err
 	})
+}
+
+// whileBusy makes a call, and if the engine insists again while the connector is busy, until the context ends.
+func whileBusy(ctx context.Context, insists bool, call func() error) error {
+	for {
+		err := call()
+		if !insists || !errors.Is(err, connector.ErrBusy) {
+			return err
+		}
+		select {
+		case <-time.After(askAgain):
+		case <-ctx.Done():
+			return err
+		}
+	}
 }
 
 // names notes the blocks that an error says did not arrive.
@@ -147,8 +176,14 @@ func (d *pd) try(pr *prompt) int {
 // take checks that all of a prompt is offered and arrives. A partial last block may be left out.
 func (d *pd) take(pr *prompt) {
 	d.Helper()
+	began := time.Now()
 	n := d.offer(pr, 0)
-	if n < len(pr.keys) {
+	switch {
+	case n >= len(pr.keys):
+	case n == 0 && !pr.over(): // it may be that the answer came too late
+		d.overdue(began, "nothing of hold %d is offered, want %d blocks", pr.hold.ID, len(pr.keys))
+		return
+	default:
 		d.missed(pr, nil, "%d blocks of hold %d are offered, want %d", n, pr.hold.ID, len(pr.keys))
 		return
 	}
@@ -172,13 +207,13 @@ func (d *pd) missed(pr *prompt, err error, format string, args ...any) {
 }
 
 // over reports whether a hold's lease is over, or will be before anything can be fetched.
-func (pr *prompt) over() bool { return !pr.until.IsZero() && time.Until(pr.until) < aWhile }
+func (pr *prompt) over() bool { return !pr.ends.IsZero() && time.Until(pr.ends) < aWhile }
 
 // inLease requires that a lease goes on: what is fetched after its end says nothing about the connector.
 func (r *rig) inLease(pr *prompt) {
 	r.Helper()
 	if pr.over() {
-		r.inconclusive("the lease of %v of hold %d was over %v after it began, before the case could look", pr.until.Sub(pr.handed).Round(time.Millisecond), pr.hold.ID,
+		r.inconclusive("the lease of %v of hold %d was over %v after it began, before the case could look", pr.ends.Sub(pr.handed).Round(time.Millisecond), pr.hold.ID,
 			time.Since(pr.handed).Round(time.Millisecond))
 	}
 }

@@ -30,7 +30,7 @@ type LayerWorker interface {
 	// SaveLayers is Save, except that the host calls it when the engine begins to compute the blocks of t.
 	// It reads a segment only after progress has said that the segment is final (rule LAYER-01) and, like
 	// Save, returns nil only when everything is stored (LAYER-02). If progress fails, SaveLayers keeps
-	// nothing of the blocks and returns an error (LAYER-03).
+	// nothing of the blocks, except what another save has stored, and returns an error (LAYER-03).
 	SaveLayers(ctx context.Context, t *Transfer, kv *KV, progress Progress) error
 }
 

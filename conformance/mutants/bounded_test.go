@@ -35,4 +35,4 @@ func TestRandomHistoriesOfRightTiers(t *testing.T) {
 }
 
 // What breaks a bound only in company is found, with the rule that says so.
-func TestBoundedFaults(t *testing.T) { faultsAreFound(t, "random-bounded") }
+func TestBoundedFaults(t *testing.T) { faultsAreFound(t, "random-bounded", 1) }

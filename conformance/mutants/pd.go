@@ -25,6 +25,10 @@ type pdConfig struct {
 // whether the hold was still there is asked after the last block.
 func PDReference() connector.Plugin { return (&pdFaults{}).plugin() }
 
+// PDFrugal is another right pair: a consumer is too busy for the first of each two calls and has an error for who asks about a producer that is
+// gone, and a producer gives numbers of holds again that are over.
+func PDFrugal() connector.Plugin { return (&pdFaults{frugal: true}).plugin() }
+
 func (f *pdFaults) plugin() connector.Plugin {
 	all := &pdNodes{faults: f, byID: map[pdID]*pdNode{}, dead: map[string]bool{}}
 	d := sdk.Definition{Name: "PDReference", Version: "1", Groups: true, Scope: connector.ScopeNode, Capabilities: connector.CanHold | connector.CanReshape}
@@ -77,7 +81,9 @@ type pdNode struct {
 	windows    map[uint64]pdWindow // of a consumer whose producers write
 	lastWindow uint64
 	scratch    []byte     // for a fault
+	reader     pdReader   // for a fault
 	alone      sync.Mutex // for a fault
+	rests      bool       // if it is frugal
 }
 
 type pdHold struct {
@@ -87,7 +93,9 @@ type pdHold struct {
 	expires time.Time
 	fetched map[int]bool      // ranks
 	left    int               // loads that it serves
+	calls   int               // of Reshape, for a fault
 	was     map[pdSlot][]byte // for a fault
+	begins  []byte            // for a fault: the first block
 }
 
 func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
@@ -167,26 +175,46 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.last++
-	if n.sixteen && n.last > 16 {
-		n.last = 1
-	}
+	number := n.number()
 	lease := n.lease
 	if n.shortLease {
 		lease /= 8
 	}
-	h := &pdHold{id: n.last, ended: e, secret: secret, expires: time.Now().Add(lease), fetched: map[int]bool{}, left: 1}
+	h := &pdHold{id: number, ended: e, secret: secret, expires: time.Now().Add(lease), fetched: map[int]bool{}, left: 1}
 	if e.Weak {
 		h.left = pdTurnLoads
 	}
+	n.endTurn(h)
 	for id, old := range n.holds {
 		if n.byRequest && old.ended.Request == e.Request || n.few && id+4 <= n.last {
 			delete(n.holds, id)
 		}
 	}
-	n.holds[n.last] = h
+	n.holds[number] = h
 	n.snapshot(h)
 	return h
+}
+
+// number is the number of the next hold. The caller holds mu.
+func (n *pdNode) number() connector.HoldID {
+	for id := connector.HoldID(1); n.frugal && id <= n.last; id++ {
+		if n.holds[id] == nil && !slices.Contains(n.over, id) {
+			return id
+		}
+	}
+	n.last++
+	if n.sixteen && n.last > 16 {
+		n.last = 1
+	}
+	return n.last
+}
+
+// tooBusy reports whether a frugal consumer has no time for a call: each time before it has.
+func (n *pdNode) tooBusy() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.rests = n.frugal && !n.rests
+	return n.rests
 }
 
 // find is a hold whose lease runs; nil: there is none. The caller holds mu.
@@ -225,8 +253,9 @@ func (n *pdNode) drop(alike connector.Ended) {
 
 // whole notes that a rank has read what it wanted, and says whether a load is over with that. The caller holds mu.
 func (n *pdNode) whole(h *pdHold, q *pdQuestion) bool {
+	h.calls++
 	if q.Reshaped && !n.countsCalls {
-		return q.Last
+		return q.Last || n.manyCalls && h.calls > pdManyCalls
 	}
 	call := q.Rank
 	if q.Reshaped {
@@ -300,6 +329,13 @@ func (s *pdScheduler) Match(ctx context.Context, qs []connector.Query) ([]connec
 		var t pdTicket
 		if q.Ticket == nil || !s.env.Role.Loads() || json.Unmarshal(q.Ticket, &t) != nil {
 			continue
+		}
+		if s.node.frugal {
+			c, err := s.node.dial(ctx, &t)
+			if err != nil {
+				return nil, err
+			}
+			c.close()
 		}
 		end := min(t.Tokens, q.Tokens)
 		if q.Reshaped > 0 && !s.node.offersAll {
@@ -395,6 +431,7 @@ func (w *pdWorker) Save(_ context.Context, _ *connector.Transfer, kv *connector.
 
 // Close implements connector.Worker. Nobody reads the rank's cache any more when it returns.
 func (w *pdWorker) Close() error {
+	w.node.endRead()
 	if !w.node.servesClosed && !w.node.keepsConnections {
 		w.node.mu.Lock()
 		delete(w.node.caches, w.env.Rank)

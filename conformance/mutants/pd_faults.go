@@ -20,12 +20,16 @@ type pdFaults struct {
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool
+	oneShape, goesOn, endsOnClose, manyCalls, endsCut     bool
+	// Of answers.
+	firstGone, endsTurn, tailFrom, rankFrom bool
 	// Of the consumer.
 	tailless, askedIsTaken, doneAnyway, overrun, sameSlots, ignoresFrom bool
 	noKeys, hidesMissing, lateWrite, sharedScratch, eofIsEnd, oneRead   bool
 	remembersDead, ignoresDeadline, redialsForever, busy                bool
 	// Of pairs whose producer writes, which push says.
 	push, windowStays, sameWindow, earlyDone, toldEarly bool
+	frugal                                              bool // no fault: see PDFrugal
 }
 
 // pdMutant is one wrong pair.

@@ -16,6 +16,9 @@ import (
 // Load implements connector.Worker.
 func (w *pdWorker) Load(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
 	n := w.node
+	if n.tooBusy() {
+		return fmt.Errorf("other calls are under way: %w", connector.ErrBusy)
+	}
 	var from pdTicket
 	if err := json.Unmarshal(t.Ticket, &from); err != nil {
 		return errPDGone("ticket", err)
@@ -57,7 +60,7 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 		if n.tailless && b.Key == (connector.BlockKey{}) {
 			continue
 		}
-		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: n.placeOf(t, i)})
+		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: n.placeOf(t, i) - n.forgotten(t, w.env.Rank)})
 		switch {
 		case err != nil && n.eofIsEnd:
 			return nil

@@ -44,6 +44,12 @@ func (w *pdWorker) Reshape(ctx context.Context, t *connector.Transfer, source co
 		return errPDGone("ticket", err)
 	}
 	n, size := w.node, kv.Layout().Groups[0].BlockTokens
+	if n.tooBusy() {
+		return fmt.Errorf("other calls are under way: %w", connector.ErrBusy)
+	}
+	if n.otherShape(&from) {
+		return fmt.Errorf("the first producer has other blocks: %w", connector.ErrIncompatible)
+	}
 	if fits := from.World == source.World && from.Size == size && slices.Equal(from.Parts, partsOf(kv.Layout())); !fits && !n.unchecked {
 		return fmt.Errorf("blocks of %d tokens on %d ranks with parts of %v: %w", from.Size, from.World, from.Parts, connector.ErrIncompatible)
 	}
@@ -52,6 +58,13 @@ func (w *pdWorker) Reshape(ctx context.Context, t *connector.Transfer, source co
 		return err
 	}
 	defer c.close()
+	if n.endsCut {
+		defer func() {
+			if ctx.Err() != nil {
+				_ = n.tellEnd(&from) //nolint:contextcheck // the fault
+			}
+		}()
+	}
 	if err := w.readBlocks(ctx, c, &pdRead{t, source.Rank, kv, from.Parts}); !pdNames(err) {
 		return err
 	} else if _, gone := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Done: true, Reshaped: true, Last: source.Last}); gone != nil || !n.hidesMissing {
@@ -79,6 +92,7 @@ func (w *pdWorker) readBlocks(ctx context.Context, c *pdConn, r *pdRead) error {
 	if n.fromStart {
 		first = 0
 	}
+	first = n.goOn(c.from, r.rank, first, len(t.Blocks))
 	for i, b := range t.Blocks {
 		a, err := c.ask(ctx, pdQuestion{Rank: n.rankToRead(r.rank, w.env.Rank), Place: n.placeToRead(first+i, b)})
 		if err != nil {

@@ -215,7 +215,7 @@ func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 		return nil
 	}
 	spans, err := kv.Spans(b)
-	if !found || err != nil {
+	if !found || err != nil || n.firstGone && n.beginsAnew(h) {
 		return &pdAnswer{Nonce: q.Nonce, Gone: true}
 	}
 	data := slices.Concat(spans...)

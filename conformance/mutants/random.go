@@ -26,7 +26,7 @@ type Unseen struct {
 
 // RandomlyFound lists the wrong connectors that only random histories find.
 func RandomlyFound() []Unseen {
-	return slices.Concat(sizeFaults(), ageFaults(), batchFaults(), stateFaults(), resetFaults(), engineFaults(), sharedFaults(), lateFaults(), growthFaults(), boundedFaults(), holdFaults(),
+	return slices.Concat(sizeFaults(), ageFaults(), batchFaults(), stateFaults(), resetFaults(), engineFaults(), sharedFaults(), lateFaults(), growthFaults(), boundedFaults(), holdFaults(), readFaults(), answerTurnFaults(), manyLayerFaults(),
 		slotFaults(), behindFaults(), memoryFaults(), answerFaults())
 }
 
@@ -102,6 +102,10 @@ const (
 	leaks  = "leaks"
 	bounds = "bounds"
 	pairs  = "holds beside holds"
+	shapes = "loads in many calls"
+	turns  = "conversations"
+
+	manyLayers = "saves beside saves"
 
 	lateness = "late writers"
 )
