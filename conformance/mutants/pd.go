@@ -25,7 +25,7 @@ type pdConfig struct {
 // whether the hold was still there is asked after the last block.
 func PDReference() connector.Plugin { return (&pdFaults{}).plugin() }
 
-// PDFrugal is another right pair: a consumer is too busy for the first of each two calls and has an error for who asks about a producer that is
+// PDFrugal is another right pair: a consumer is too busy for the first of each two calls and has an error for whoever asks about a producer that is
 // gone, and a producer gives numbers of holds again that are over.
 func PDFrugal() connector.Plugin { return (&pdFaults{frugal: true}).plugin() }
 

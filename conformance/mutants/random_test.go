@@ -56,7 +56,7 @@ func configOf(m mutants.Mutant) json.RawMessage {
 }
 
 // faultsAreFound plays random histories of one case against each wrong connector that only they find, and expects the rule that says so. It
-// plays one in so many of them, and with KVPORT_SOAK=1 all.
+// plays one in oneIn of them, and with KVPORT_SOAK=1 all.
 func faultsAreFound(t *testing.T, caseID string, oneIn int) {
 	t.Helper()
 	if testing.Short() {
