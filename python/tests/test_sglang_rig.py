@@ -135,14 +135,17 @@ def test_what_others_wrote_is_planted(tmp_path):
 
 def test_rounds_of_kills():
     """The full counts are those that are promised, and each kind of victim is struck amid gets and puts."""
-    line = type("Line", (), {"options": type("Options", (), {"kills": 20, "seed": 1})})
-    todo = trouble.rounds(line)
+    line = type("Line", (), {"options": type("Options", (), {"kills": 20, "seed": 1, "policies": trouble.POLICIES})})
+    todo = trouble.rounds(line, "wait_complete")
     counts = {who: sum(victim == who for victim, _, _ in todo) for who in ("plugin", "agent")}
     assert counts == {"plugin": 20, "agent": 3}
     assert {(victim, kind) for victim, _, kind in todo} == {(v, k) for v in ("plugin", "agent") for k in ("get", "put")}
     assert sum(signum == signal.SIGSTOP for _, signum, _ in todo) == 4
-    line.options.kills = 4
-    assert len(trouble.rounds(line)) == 5 and any(signum == signal.SIGSTOP for _, signum, _ in trouble.rounds(line))
+    assert len(trouble.rounds(line, "timeout")) == 5, "fewer under the others"
+    few = trouble.rounds(line, "best_effort")
+    assert {kind for _, _, kind in few} == {"put"} and any(signum == signal.SIGSTOP for _, signum, _ in few)
+    line.options.kills = 2
+    assert len(few := trouble.rounds(line, "wait_complete")) == 3 and any(signum == signal.SIGSTOP for _, signum, _ in few)
 
 
 @pytest.fixture
@@ -150,7 +153,7 @@ def case(line):
     """A case of the line store, whose engine answers in given seconds, and what happened in order."""
     line.notes, line.want = [], lambda prompts: [Result(ids=[1])] * len(prompts)
     c = trouble.Case.__new__(trouble.Case)
-    c.rig, c.policy, c.alone, c.prompt, c.held = line, "timeout", 0.1, [1], True
+    c.rig, c.policy, c.alone, c.prompt, c.held, c.settings = line, "timeout", 0.1, [1], True, trouble.Case.LONG
     c.happened, c.answers, c.calls = [], [], []
     c.comes_back = lambda: c.happened.append("back")
 
@@ -186,15 +189,16 @@ def test_a_try_that_shows_nothing_is_made_anew(case):
 
 def test_a_store_is_back_when_pages_come(case):
     """Under timeout also if SGLang has not waited for them; under best_effort when they are found."""
-    case.pages, done = 18, {"exists": 18, "get": 17, "put": 0}
-    case.ended = lambda kind: [{"done": done[kind]}]
-    assert not case.calls_succeed()
-    case.policy = "best_effort"
-    assert case.calls_succeed()
-    case.policy, done["get"] = "timeout", 18
-    assert case.calls_succeed()
-    case.policy = "wait_complete"
-    assert not case.calls_succeed()
+    done = {"batch_exists": 18, "batch_get_v1": 17, "batch_set_v1": 0}
+
+    def succeed(policy):
+        case.calls = [{"method": "batch_exists", "done": 99, "seconds": 1.0}]  # before that
+        case.calls += [{"method": method, "done": n, "seconds": 1.0} for method, n in done.items()]
+        return trouble.succeed(policy, case.engine, 1, 18)
+
+    assert not succeed("timeout") and succeed("best_effort")
+    done["batch_get_v1"] = 18
+    assert succeed("timeout") and not succeed("wait_complete")
 
 
 def test_a_report_is_a_row():
