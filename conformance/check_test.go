@@ -508,7 +508,7 @@ fail  WORK-02     hold-order            Four.
 fail  STORE-06    random                Two.
         came:     a load gives b1 bytes that are not stored any more
         allowed:  the bytes of b1'
-        rule:     A Save with Replace overwrites what is stored with the blocks.
+        rule:     A Save with Replace overwrites what is stored with the blocks. While it runs, and after it failed, what was there may be gone (unlike STORE-05); what can be matched is whole (WORK-08).
 fail  WORK-01     round-trip            One.
         came:     it differs
         rule:     What one engine saved another loads, byte for byte, as far as the connector's Scope reaches.

@@ -118,6 +118,8 @@ const (
 	layerSources = 48
 	layerSlots   = layerSources + 16
 	mostRunning  = 6 // saves at a time
+	// A host that copies has room for a third of a cache. Saves that wait for their layers keep their room, which real engines compute in order.
+	layerCache = 3 * layerSlots
 )
 
 // layerMaker makes one history.
@@ -130,7 +132,7 @@ type layerMaker struct {
 // generateLayers makes history n of a seed.
 func generateLayers(seed uint64, n int, groups bool) []step {
 	m := &layerMaker{Rand: rand.New(rand.NewPCG(seed, uint64(n)+1))} //nolint:gosec // n is not negative
-	shape := model.Shape{Ranks: 1 + m.IntN(2), Slots: layerSlots, Gaps: m.IntN(4) > 0}
+	shape := model.Shape{Ranks: 1 + m.IntN(2), Slots: layerCache, Gaps: m.IntN(4) > 0}
 	for range 1 + m.IntN(2) {
 		if groups || len(shape.Groups) == 0 {
 			shape.Groups = append(shape.Groups, model.Group{Segments: 2 + m.IntN(6), Bytes: int64(512 + m.IntN(4<<10))})
