@@ -73,7 +73,7 @@ def test_calls_that_raise_or_never_end(engine):
     thread.start()
     begun.wait()
     with pytest.raises(Failed, match=r"have not ended: .*batch_exists"):
-        engine.check_calls()
+        engine.check_calls(0.05)
     go_on.set()
     thread.join()
     engine.check_calls()

@@ -1,5 +1,6 @@
 """An SGLang engine as the lines drive it, what transformers answers, and configs of kvport for it."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -121,8 +122,10 @@ class SGLang(Engine):
         """Wait until every call has ended, also one that SGLang has given up."""
         self.rig.until(lambda: not self.open_calls(), f"{self.name}: the end of its calls", timeout)
 
-    def check_calls(self):
-        """Fail unless every call has ended, and none of them by raising."""
+    def check_calls(self, timeout=120):
+        """Fail unless every call ends within some seconds, and none of them by raising."""
+        with contextlib.suppress(Failed):
+            self.settle(timeout)
         if missing := self.open_calls():
             raise Failed(f"{self.name}: calls have not ended: {missing}")
         if raised := [r for r in self.rows() if r.get("raised")]:
