@@ -225,10 +225,10 @@ func (g *cutGame) do(next step) {
 	if !d.other(h) {
 		return // of a history that was shortened
 	}
-	switch {
-	case s.does == cutReads:
+	switch s.does {
+	case cutReads:
 		g.reads(d, h, s)
-	case s.does == cutOther:
+	case cutOther:
 		g.anotherKey(d, h, s)
 	default:
 		g.piece(d, h, s)

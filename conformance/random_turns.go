@@ -352,7 +352,7 @@ func (g *turnGame) hands(p *pd, s *turnStep, known []connector.BlockKey) {
 	g.add(p, s.number, pr, false)
 }
 
-// offers offers an answer to the next turn.
+// offers has the decode engine offer an answer to the next turn.
 func (g *turnGame) offers(s *turnStep) {
 	if !g.fits(g.decode, s) {
 		return
