@@ -14,7 +14,13 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// waiter is the engine's loop waiting in Match for the answer to one request.
+// Question is what an engine asks about a request. Signed is the ticket that a router brought, or nil.
+type Question struct {
+	Query  connector.Query
+	Signed []byte
+}
+
+// waiter is the engine's loop waiting in MatchAll for the answer to one request.
 type waiter struct {
 	request connector.RequestID
 	ready   chan struct{}
@@ -23,6 +29,7 @@ type waiter struct {
 // askJob is one query on its way to the plugin.
 type askJob struct {
 	query  connector.Query
+	ahead  bool // the engine has not asked it yet
 	answer func(connector.Match, error)
 }
 
@@ -33,36 +40,74 @@ type askJob struct {
 // An offer leaves at least one token to compute and ends with a full block; but one of what a Holder
 // keeps may end anywhere, with the prompt too: then the engine computes the last token all the same.
 func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
-	began := time.Now()
-	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
-	patience := h.cfg.Settings.Deadlines.Match
 	if q.Request == "" {
-		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		began := time.Now()
+		defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
+		ctx, cancel := context.WithTimeout(context.Background(), h.cfg.Settings.Deadlines.Match)
 		defer cancel()
 		return h.Probe(ctx, q)
 	}
-	h.mu.Lock()
-	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
-		h.bring(&q, signed)
+	return h.MatchAll([]Question{{q, signed}})[0]
+}
+
+// MatchAll is Match for several requests at once. The engine asks the first question; it will probably ask the others next. It
+// waits only for the answer to the first one, and the others are answered as far as is known by then; where a Match has what it asks
+// for sent, they are not put to the connector, and have no answers: the result is shorter. Of a question that the engine never asks
+// nothing remains but what Ended ends of any request.
+func (h *Host) MatchAll(qs []Question) []connector.Match {
+	began := time.Now()
+	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
+	if h.info.MatchFetches {
+		qs = qs[:1] // else it would have sent what nobody may ever ask for
 	}
-	wait, actions := h.tracker.Query(began, q)
-	var w *waiter
-	if wait {
-		w = &waiter{q.Request, make(chan struct{})}
-		h.waiter = w
+	ready := h.askFirst(began, qs[0])
+	for _, q := range qs[1:] {
+		h.mu.Lock() // for each alone: the first answer comes meanwhile, and loads end
+		h.question(time.Now(), q, true)
+		h.mu.Unlock()
+	}
+	if ready != nil {
+		select {
+		case <-ready:
+		case <-time.After(h.cfg.Settings.Deadlines.Match):
+		}
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.waiter = nil
+	out := make([]connector.Match, len(qs))
+	for i := range qs {
+		out[i] = h.tracker.Match(time.Now(), qs[i].Query.Request)
+	}
+	return out
+}
+
+// askFirst asks the engine's question. What it returns is closed when there is an answer; nil: there is no reason to wait.
+func (h *Host) askFirst(now time.Time, q Question) <-chan struct{} {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	w := &waiter{q.Query.Request, make(chan struct{})}
+	h.waiter = w
+	if !h.question(now, q, false) {
+		h.waiter = nil
+		return nil
+	}
+	return w.ready
+}
+
+// question gives the tracker a question, and says whether its answer may come at any moment. The caller holds mu.
+func (h *Host) question(now time.Time, q Question, ahead bool) (wait bool) {
+	if len(q.Signed) > 0 && h.tracker.WantsTicket(q.Query.Request) {
+		h.bring(&q.Query, q.Signed)
+	}
+	var actions []tracker.Action
+	if ahead {
+		wait, actions = h.tracker.Ahead(now, q.Query)
+	} else {
+		wait, actions = h.tracker.Query(now, q.Query)
 	}
 	h.do(actions)
-	if wait {
-		h.mu.Unlock()
-		select {
-		case <-w.ready:
-		case <-time.After(patience - time.Since(began)):
-		}
-		h.mu.Lock()
-		h.waiter = nil
-	}
-	defer h.mu.Unlock()
-	return h.tracker.Match(time.Now(), q.Request)
+	return wait
 }
 
 // bring opens the ticket that came with a request's first question. The caller holds mu.
@@ -138,7 +183,7 @@ func (h *Host) startAsk(a *tracker.Ask) {
 		h.do(h.tracker.Matched(time.Now(), id, m, err))
 		h.wakeWaiter(request)
 	}
-	g, ask := h.gen, &askJob{query: a.Query, answer: answer}
+	g, ask := h.gen, &askJob{query: a.Query, ahead: a.Ahead, answer: answer}
 	if !h.place.open() {
 		g.enqueue(job{ask: ask})
 		return

@@ -1,10 +1,12 @@
 package agent
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
 )
@@ -20,4 +22,33 @@ func BenchmarkMatch(b *testing.B) {
 	for b.Loop() {
 		require.NotNil(b, s.call(call).GetMatch())
 	}
+}
+
+// BenchmarkMatchWaiting is lookups of 16 waiting requests with 42 hashes each, over the socket: in one call, and in one each.
+func BenchmarkMatchWaiting(b *testing.B) {
+	o := open(b, config(b.TempDir(), nil), nil)
+	worker(b, o.socket, rankAt(0, 1)).attached()
+	s := scheduler(b, o.socket)
+	var qs []connector.Query
+	for i := range 16 {
+		qs = append(qs, query(fmt.Sprint("r", i), hashes(fmt.Sprint(i), 42)))
+	}
+	s.matchAll(qs)
+	b.Run("together", func(b *testing.B) {
+		call := aheadCall(qs)
+		for b.Loop() {
+			require.Len(b, s.call(call).GetAhead(), len(qs)-1)
+		}
+	})
+	b.Run("alone", func(b *testing.B) {
+		var calls []*kvportv1.AgentCall
+		for i := range qs {
+			calls = append(calls, aheadCall(qs[i:i+1]))
+		}
+		for b.Loop() {
+			for _, call := range calls {
+				require.NotNil(b, s.call(call).GetMatch())
+			}
+		}
+	})
 }

@@ -88,7 +88,7 @@ func (s *server) handle(c *conn, call *kvportv1.AgentCall, file *os.File, first 
 	}
 	switch m := call.GetCall().(type) {
 	case *kvportv1.AgentCall_Match:
-		return s.match(c, call.GetId(), m.Match)
+		return s.match(c, call, m.Match)
 	case *kvportv1.AgentCall_Step:
 		return s.step(m.Step, call.GetLayerWise())
 	case *kvportv1.AgentCall_Finish:
@@ -237,25 +237,40 @@ func (s *server) seat(c *conn, id uint64) {
 	}
 }
 
-// match answers a lookup. Without an open connector it is a miss.
-func (s *server) match(c *conn, id uint64, m *kvportv1.Query) error {
-	q, err := wire.QueryFromProto(m)
-	if err != nil {
-		return err
+// match answers a lookup, and those that came ahead with it (rule AGENT-16). Without an open connector all are misses.
+func (s *server) match(c *conn, call *kvportv1.AgentCall, m *kvportv1.Query) error {
+	qs := make([]host.Question, 0, 1+len(call.GetAhead()))
+	for _, m := range append([]*kvportv1.Query{m}, call.GetAhead()...) {
+		q, err := wire.QueryFromProto(m)
+		if err != nil {
+			return err
+		}
+		signed := q.Ticket
+		q.Ticket = nil
+		qs = append(qs, host.Question{Query: q, Signed: signed})
 	}
 	s.mu.Lock()
 	h := s.session
 	s.used = s.used || h != nil
 	s.mu.Unlock()
-	var found connector.Match
+	found := make([]connector.Match, len(qs))
 	if h != nil {
-		signed := q.Ticket
-		q.Ticket = nil
-		h.keys.query(&q)
-		found = h.host.Match(q, signed)
+		found = h.match(qs)
 	}
-	c.send(&kvportv1.AgentAnswer{Id: id, Result: &kvportv1.AgentAnswer_Match{Match: wire.MatchToProto(&found)}})
+	answers := wire.MatchesToProto(found).GetMatches()
+	c.send(&kvportv1.AgentAnswer{Id: call.GetId(), Result: &kvportv1.AgentAnswer_Match{Match: answers[0]}, Ahead: answers[1:]})
 	return nil
+}
+
+// match asks the connector. A question of no request, a probe, comes alone.
+func (o *session) match(qs []host.Question) []connector.Match {
+	for i := range qs {
+		o.keys.query(&qs[i].Query)
+	}
+	if len(qs) == 1 {
+		return []connector.Match{o.host.Match(qs[0].Query, qs[0].Signed)}
+	}
+	return o.host.MatchAll(qs)
 }
 
 // step hands over what the engine decided and computed. The ranks wait for the loads of some requests layer by layer.
