@@ -52,8 +52,8 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 
 // MatchAll is Match for several requests at once. The engine asks the first question; it will probably ask the others next. It
 // waits only for the answer to the first one, and the others are answered as far as is known by then; where a Match has what it asks
-// for sent, they are not put to the connector, and have no answers: the result is shorter. Of a question that the engine never asks
-// nothing remains but what Ended ends of any request.
+// for sent, they are not put to the connector, and have no answers: the result is shorter. Each question is about another request. Of
+// one that the engine never asks nothing remains but what Ended ends of any request.
 func (h *Host) MatchAll(qs []Question) []connector.Match {
 	began := time.Now()
 	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()

@@ -35,8 +35,11 @@ type match struct {
 // Query brings the engine's question; its Ticket and Reshaped are for the Tracker to set. wait says whether an
 // answer may come at any moment, so that Match is better called a little later. The caller keeps q.Keys.
 func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []Action) {
-	b.begin(now, q.Request).engine = true
-	return b.question(now, q)
+	m := b.begin(now, q.Request)
+	foretold := !m.engine // if it came already, it came ahead, and nobody has waited for its answer
+	m.engine = true
+	wait, actions = b.question(now, q)
+	return wait || foretold && m.open && m.ask != 0, actions
 }
 
 // Ahead brings a question that the engine will probably ask. It is Query, except that it spends none of the time that an
