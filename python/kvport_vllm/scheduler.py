@@ -18,7 +18,7 @@ from .pace import Pace
 from .pins import Delayed, Pins
 from .saving import Saving
 from .stats import Counters
-from .tracking import Tracked, params_with, ticket_of, wants_remote
+from .tracking import Tracked, can_be_named, params_with, ticket_of, wants_remote
 
 log = logging.getLogger("vllm.kvport")
 
@@ -28,7 +28,9 @@ _LATER_SLACK = 8.0  # beyond the host's own limit of a lookup: a stuck agent mus
 _MEMO = 0.02  # how long an answer to the very same question is good
 _FINISH_WAIT = 3.0  # for a ticket
 _RESET_WAIT = 10.0
-_STEP_HASHES = 1 << 17  # of requests that a new agent is told of: 4 MiB, of 16 that it takes in one frame
+# Of requests that arrive or end in one Step. An agent takes 16 MiB and 16,384 requests of a kind, and ends a connection that brings more.
+_STEP_HASHES = 1 << 17
+_STEP_REQUESTS = 1 << 12
 _PREEMPT_WAIT = 1.0  # for saves of preempted requests, where they cannot be pinned
 
 MISS: tuple[int, bool] = (0, False)
@@ -59,6 +61,7 @@ class SchedulerSide:
         self._step_type = message("Step")
         self._step = self._step_type()
         self._dirty = False  # the Step holds something
+        self._step_hashes = 0  # of requests that it says arrived
         self._step_id = 0
         self._new_loads: list[Load] = []
         self._life = 0  # of the agent that knows our requests
@@ -77,7 +80,9 @@ class SchedulerSide:
     # -- requests come
 
     def new_request(self, request: Any) -> None:
-        """Note a request; the agent hears of it with the next Step, and may look ahead."""
+        """Note a request; the agent hears of it with the next Step, and may look ahead. One that cannot be named stays local."""
+        if not can_be_named(request):
+            return
         params = getattr(request, "kv_transfer_params", None)
         tracked = Tracked(request, request.request_id, self._keys(request), ticket_of(params), wants_remote(params))
         self.requests[tracked.id] = tracked
@@ -100,8 +105,16 @@ class SchedulerSide:
         if tracked.keys is None or tracked.told == self.link.life:
             return  # without its adapter's content it has no keys: it comes later, or never
         tracked.told = self.link.life
+        self._make_room(len(tracked.request.block_hashes))
         self._fill_query(self._step.arrived.add(), tracked, 0)
         self._dirty = True
+
+    def _make_room(self, hashes: int = 0) -> None:
+        """Send the Step if it cannot take another request that has so many hashes."""
+        requests = len(self._step.arrived) + len(self._step.ended)
+        if self._step_hashes + hashes > _STEP_HASHES or requests >= _STEP_REQUESTS:
+            self.flush()
+        self._step_hashes += hashes
 
     def _fill_query(self, query: Any, tracked: Tracked, computed: int) -> None:
         request = tracked.request
@@ -119,7 +132,9 @@ class SchedulerSide:
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             self.new_request(request)
-            tracked = self.requests[request.request_id]
+            tracked = self.requests.get(request.request_id)
+        if tracked is None:
+            return MISS  # it cannot be named
         if tracked.denied or (tracked.keys is None and not self._adapter_known(tracked)):
             return MISS if tracked.denied or not tracked.usable else (None, False)
         tracked.asked_at = computed
@@ -323,7 +338,7 @@ class SchedulerSide:
         """Send the Step if it holds something."""
         if not self._dirty:
             return
-        step, self._step, self._dirty = self._step, self._step_type(), False
+        step, self._step, self._dirty, self._step_hashes = self._step, self._step_type(), False, 0
         self._step_id += 1
         step.id = self._step_id
         sent = self.link.send(step=step, layer_wise=[load.request for load in self._new_loads if load.by_layer and load.step == 0])
@@ -407,6 +422,7 @@ class SchedulerSide:
         if told and tracked.remote and normal and not tracked.private:
             params = self._finish_remote(tracked, tables, reason, computed)
         elif told:
+            self._make_room()
             self._step.ended.add(request=tracked.id, reason=reason, tokens=computed)
             self._dirty = True
         delay = self.pins.pool is None and self.delayed.wait(tracked.id)
@@ -479,7 +495,7 @@ class SchedulerSide:
         self.delayed.end_all()
         self.counters.agent_lost()
         self.events.agent_lost()
-        self._step, self._dirty = self._without_history(), bool(self._new_loads)
+        self._step, self._dirty, self._step_hashes = self._without_history(), bool(self._new_loads), 0
         for tracked in self.requests.values():
             tracked.memo, tracked.later_since, tracked.have, tracked.told = None, 0.0, 0, 0
             tracked.private = tracked.unverified
@@ -492,13 +508,8 @@ class SchedulerSide:
         return step
 
     def _introduce(self) -> None:
-        """Tell a new agent of all live requests: each of them will end. A Step takes so many hashes and no more."""
-        hashes = 0
+        """Tell a new agent of all live requests: each of them will end."""
         for tracked in self.requests.values():
-            hashes += len(tracked.request.block_hashes)
-            if hashes > _STEP_HASHES:
-                self.flush()
-                hashes = len(tracked.request.block_hashes)
             self._arrive(tracked)
 
     # -- the rest

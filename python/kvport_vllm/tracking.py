@@ -10,6 +10,8 @@ from typing import Any
 from .keys import Keys
 
 TICKET = "kvport_ticket"
+# What an agent takes, in bytes: it ends a connection that brings more, and both may come from a client.
+MOST_NAME, MOST_TICKET = 1 << 10, 64 << 10
 
 
 @dataclass(slots=True)
@@ -72,9 +74,18 @@ def ticket_of(params: Any) -> bytes:
     if not isinstance(text, str):
         return b""
     try:
-        return base64.b64decode(text, validate=True)
+        ticket = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return b""
+    return ticket if len(ticket) <= MOST_TICKET else b""
+
+
+def can_be_named(request: Any) -> bool:
+    """Say whether an agent takes a request's id."""
+    try:
+        return 0 < len(request.request_id.encode()) <= MOST_NAME
+    except UnicodeEncodeError:
+        return False
 
 
 def params_with(ticket: bytes) -> dict[str, Any]:

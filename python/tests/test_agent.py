@@ -1,5 +1,6 @@
 """The connector with a real agent and plugin: what happens between calls, and when processes die."""
 
+import base64
 import os
 import pathlib
 import signal
@@ -190,6 +191,27 @@ def test_a_ticket_is_for_full_blocks(here, monkeypatch):
     (ended,) = [fields["finish"] for fields in sent if "finish" in fields]
     assert ended.tokens == 4 * BLOCK_TOKENS and list(ended.blocks.ids) == [1, 2, 3, 4]
     idle(engine)
+    engine.close()
+
+
+def test_what_an_agent_does_not_take_is_not_sent(here):
+    engine = Engine(here / "store")
+    stored(engine)
+    life = engine.scheduler.scheduler.link.life
+    nameless = [request(id_, keys(4), 4 * BLOCK_TOKENS + 1) for id_ in ("x" * 1025, "\ud800", "")]
+    params = {"do_remote_prefill": True, "kvport_ticket": base64.b64encode(bytes((64 << 10) + 1)).decode()}
+    ticket = request("t", keys(4), 4 * BLOCK_TOKENS + 1, kv_transfer_params=params)
+    many = [request(f"m{i}", [], 1) for i in range((1 << 14) + 1)]
+    for r in [*nameless, ticket, *many]:
+        engine.scheduler.on_new_request(r)
+    assert [engine.scheduler.get_num_new_matched_tokens(r, 0) for r in nameless] == [(0, False)] * 3
+    assert lookup(engine, ticket) == (4 * BLOCK_TOKENS, True)
+    for r in [*nameless, ticket, *many]:
+        finish(engine, r, "FINISHED_ABORTED")
+    idle(engine)
+    assert lookup(engine, request("after", keys(4), 4 * BLOCK_TOKENS + 1)) == (4 * BLOCK_TOKENS, True)
+    assert engine.scheduler.scheduler.link.life == life, "the agent ended"
+    assert engine.faults() == {}
     engine.close()
 
 

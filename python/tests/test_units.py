@@ -278,6 +278,7 @@ def test_tickets():
         {"do_remote_prefill": True, "kvport_ticket": "*"},
         {"do_remote_prefill": True, "kvport_ticket": 7},
         {"kvport_ticket": base64.b64encode(b"x").decode()},
+        {"do_remote_prefill": True, "kvport_ticket": base64.b64encode(bytes(tracking.MOST_TICKET + 1)).decode()},
     ):
         assert tracking.ticket_of(bad) == b""
     assert tracking.wants_remote({"do_remote_decode": True}) and not tracking.wants_remote(None)
