@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
@@ -13,12 +14,6 @@ import (
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/internal/tracker"
 )
-
-// Question is what an engine asks about a request. Signed is the ticket that a router brought, or nil.
-type Question struct {
-	Query  connector.Query
-	Signed []byte
-}
 
 // waiter is the engine's loop waiting in MatchAll for the answer to one request.
 type waiter struct {
@@ -47,67 +42,65 @@ func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
 		defer cancel()
 		return h.Probe(ctx, q)
 	}
-	return h.MatchAll([]Question{{q, signed}})[0]
+	return h.MatchAll(q, signed, nil)[0]
 }
 
-// MatchAll is Match for several requests at once. The engine asks the first question; it will probably ask the others next. It
-// waits only for the answer to the first one, and the others are answered as far as is known by then; where a Match has what it asks
-// for sent, they are not put to the connector, and have no answers: the result is shorter. Each question is about another request. Of
-// one that the engine never asks nothing remains but what Ended ends of any request.
-func (h *Host) MatchAll(qs []Question) []connector.Match {
+// MatchAll is Match with questions about other requests, each about another one, that the engine will probably ask next. It waits
+// for the answer to q alone, while ahead is read, and the others are answered as far as is known by then. A connector whose Match has
+// what it asks for sent is not asked ahead: the answers end with that to q. Of a question that the engine never asks nothing remains
+// but what Ended ends of any request.
+func (h *Host) MatchAll(q connector.Query, signed []byte, ahead iter.Seq[connector.Query]) []connector.Match {
 	began := time.Now()
 	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
-	if h.info.MatchFetches {
-		qs = qs[:1] // else it would have sent what nobody may ever ask for
-	}
-	ready := h.askFirst(began, qs[0])
-	for _, q := range qs[1:] {
-		h.mu.Lock() // for each alone: the first answer comes meanwhile, and loads end
-		h.question(time.Now(), q, true)
-		h.mu.Unlock()
-	}
+	ready := h.askFirst(began, q, signed)
+	requests := append([]connector.RequestID{q.Request}, h.askAhead(ahead)...)
 	if ready != nil {
 		select {
 		case <-ready:
-		case <-time.After(h.cfg.Settings.Deadlines.Match):
+		case <-time.After(h.cfg.Settings.Deadlines.Match - time.Since(began)):
 		}
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.waiter = nil
-	out := make([]connector.Match, len(qs))
-	for i := range qs {
-		out[i] = h.tracker.Match(time.Now(), qs[i].Query.Request)
+	out := make([]connector.Match, len(requests))
+	for i, id := range requests {
+		out[i] = h.tracker.Match(time.Now(), id)
 	}
 	return out
 }
 
 // askFirst asks the engine's question. What it returns is closed when there is an answer; nil: there is no reason to wait.
-func (h *Host) askFirst(now time.Time, q Question) <-chan struct{} {
+func (h *Host) askFirst(now time.Time, q connector.Query, signed []byte) <-chan struct{} {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	w := &waiter{q.Query.Request, make(chan struct{})}
+	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
+		h.bring(&q, signed)
+	}
+	w := &waiter{q.Request, make(chan struct{})}
 	h.waiter = w
-	if !h.question(now, q, false) {
+	wait, actions := h.tracker.Query(now, q)
+	h.do(actions)
+	if !wait {
 		h.waiter = nil
 		return nil
 	}
 	return w.ready
 }
 
-// question gives the tracker a question, and says whether its answer may come at any moment. The caller holds mu.
-func (h *Host) question(now time.Time, q Question, ahead bool) (wait bool) {
-	if len(q.Signed) > 0 && h.tracker.WantsTicket(q.Query.Request) {
-		h.bring(&q.Query, q.Signed)
+// askAhead puts the questions that the engine has not asked yet, and says of which requests they are.
+func (h *Host) askAhead(ahead iter.Seq[connector.Query]) (requests []connector.RequestID) {
+	if ahead == nil || h.info.MatchFetches {
+		return nil // what nobody may ever ask for would be sent
 	}
-	var actions []tracker.Action
-	if ahead {
-		wait, actions = h.tracker.Ahead(now, q.Query)
-	} else {
-		wait, actions = h.tracker.Query(now, q.Query)
+	for q := range ahead {
+		h.mu.Lock() // for each alone: the first answer comes meanwhile, and loads end
+		_, actions := h.tracker.Ahead(time.Now(), q)
+		h.do(actions)
+		h.mu.Unlock()
+		requests = append(requests, q.Request)
 	}
-	h.do(actions)
-	return wait
+	return requests
 }
 
 // bring opens the ticket that came with a request's first question. The caller holds mu.

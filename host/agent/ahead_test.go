@@ -85,23 +85,6 @@ func TestAhead(t *testing.T) {
 	}
 }
 
-// A ticket that comes ahead is looked at as any other.
-func TestAheadWithTicket(t *testing.T) {
-	o := open(t, config(t.TempDir(), nil), nil)
-	w := worker(t, o.socket, rankAt(0, 1))
-	w.attached()
-	s := scheduler(t, o.socket)
-	hs := hashes("a", 4)
-	s.save(w, "r", hs, 0)
-	qs := []connector.Query{query("x", hashes("b", 1)), query("good", hs), query("bad", hs)}
-	qs[1].Ticket = s.finish("r", 4*blockTokens, blocksOf(hs, 0))
-	require.NotEmpty(t, qs[1].Ticket)
-	qs[2].Ticket = append([]byte(nil), qs[1].Ticket...)
-	qs[2].Ticket[len(qs[2].Ticket)-1] ^= 1
-	require.Equal(t, []int{0, 4 * blockTokens, 4 * blockTokens}, s.matchAll(qs), "a refused ticket is as good as none")
-	require.InDelta(t, 1, s.counts("kvport_tickets_refused_total", 1), 0)
-}
-
 // A connector whose Match has what it asks for sent is asked nothing ahead.
 func TestAheadOfFetches(t *testing.T) {
 	dir, err := os.MkdirTemp("", "h") //nolint:usetesting // the name of a socket must be short

@@ -239,38 +239,45 @@ func (s *server) seat(c *conn, id uint64) {
 
 // match answers a lookup, and those that came ahead with it (rule AGENT-16). Without an open connector all are misses.
 func (s *server) match(c *conn, call *kvportv1.AgentCall, m *kvportv1.Query) error {
-	qs := make([]host.Question, 0, 1+len(call.GetAhead()))
-	for _, m := range append([]*kvportv1.Query{m}, call.GetAhead()...) {
-		q, err := wire.QueryFromProto(m)
-		if err != nil {
+	q, err := wire.QueryFromProto(m)
+	if err != nil {
+		return err
+	}
+	ahead := make([]connector.Query, len(call.GetAhead()))
+	for i, m := range call.GetAhead() {
+		if ahead[i], err = wire.QueryFromProto(m); err != nil {
 			return err
 		}
-		signed := q.Ticket
-		q.Ticket = nil
-		qs = append(qs, host.Question{Query: q, Signed: signed})
 	}
 	s.mu.Lock()
 	h := s.session
 	s.used = s.used || h != nil
 	s.mu.Unlock()
-	found := make([]connector.Match, len(qs))
+	found := make([]connector.Match, 1+len(ahead))
 	if h != nil {
-		found = h.match(qs)
+		found = h.match(q, ahead)
 	}
 	answers := wire.MatchesToProto(found).GetMatches()
 	c.send(&kvportv1.AgentAnswer{Id: call.GetId(), Result: &kvportv1.AgentAnswer_Match{Match: answers[0]}, Ahead: answers[1:]})
 	return nil
 }
 
-// match asks the connector. A question of no request, a probe, comes alone.
-func (o *session) match(qs []host.Question) []connector.Match {
-	for i := range qs {
-		o.keys.query(&qs[i].Query)
+// match asks the connector. A question of no request, a probe, comes alone. Keys of what came ahead are made when q was asked.
+func (o *session) match(q connector.Query, ahead []connector.Query) []connector.Match {
+	signed := q.Ticket
+	q.Ticket = nil
+	o.keys.query(&q)
+	if len(ahead) == 0 {
+		return []connector.Match{o.host.Match(q, signed)}
 	}
-	if len(qs) == 1 {
-		return []connector.Match{o.host.Match(qs[0].Query, qs[0].Signed)}
-	}
-	return o.host.MatchAll(qs)
+	return o.host.MatchAll(q, signed, func(yield func(connector.Query) bool) {
+		for i := range ahead {
+			o.keys.query(&ahead[i])
+			if !yield(ahead[i]) {
+				return
+			}
+		}
+	})
 }
 
 // step hands over what the engine decided and computed. The ranks wait for the loads of some requests layer by layer.

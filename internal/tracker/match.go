@@ -24,7 +24,7 @@ type match struct {
 	at      time.Time
 	renewed time.Time // when ask was sent, if an answer is known
 	told    bool      // the engine was told Later
-	engine  bool      // the engine has asked; else all questions came ahead
+	engine  bool      // the engine has asked; else all questions since the last answer came ahead
 	until   time.Time // when Later ends; zero: not begun
 	spent   bool      // Later has ended once, it will not begin again
 	unsure  bool      // known, but not from the connector: its answer was late or an error
@@ -45,6 +45,8 @@ func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []
 // Ahead brings a question that the engine will probably ask. It is Query, except that it spends none of the time that an
 // answer may take: should that end before the engine asks, the question counts as never asked.
 func (b *Tracker) Ahead(now time.Time, q connector.Query) (wait bool, actions []Action) {
+	m := &b.request(q.Request).match
+	m.engine = m.engine && m.open // else the engine has its answer, and does not wait for another
 	b.begin(now, q.Request)
 	return b.question(now, q)
 }

@@ -194,6 +194,19 @@ func TestAheadSpendsNothing(t *testing.T) {
 	b.after(b.cfg.Later)
 	require.Equal(t, 1, b.Counters().Undecided, "the engine has asked, and waits no longer")
 	require.Equal(t, connector.Match{}, b.Match(b.now, "r"))
+
+	b = newBench(t, nil) // the engine has had an answer, which is old, and would have more by now
+	had := prompt(4)
+	had.Computed = 16
+	b.ask(had, 0)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 16}, nil))
+	b.after(b.cfg.Fresh)
+	require.True(t, ahead(b))
+	require.True(t, one[Ask](b).Ahead)
+	b.after(b.cfg.Later)
+	require.Zero(t, b.Counters().Undecided)
+	require.True(t, b.ask(prompt(4), 0))
+	require.False(t, one[Ask](b).Ahead)
 }
 
 // What is answered ahead is the answer to the engine's question too, and may be loaded without another.

@@ -102,7 +102,8 @@ func AgentCallFromFrame(frame []byte) (*kvportv1.AgentCall, error) {
 const MaxAhead = 63
 
 // checkAhead refuses questions ahead beside anything but the match of a request, and probes among them: those wait for
-// answers of their own. A request has one question in a call: of two, it would not be said which one is answered.
+// answers of their own. A request has one question in a call: of two, it would not be said which one is answered. And a
+// ticket counts as used once it was asked with.
 func checkAhead(m *kvportv1.AgentCall) error {
 	if len(m.GetAhead()) == 0 {
 		return nil
@@ -119,6 +120,9 @@ func checkAhead(m *kvportv1.AgentCall) error {
 		id := q.GetRequest()
 		if id == "" {
 			return malformed("ahead[%d].request is empty", i)
+		}
+		if len(q.GetTicket()) > 0 {
+			return malformed("ahead[%d] has a ticket, which comes with the engine's own question", i)
 		}
 		if seen[id] {
 			return malformed("ahead[%d].request is %q, which the call asks about already", i, id)

@@ -73,6 +73,7 @@ func TestAgentFrames(t *testing.T) {
 		{Id: 1, Call: &kvportv1.AgentCall_Detach{Detach: &kvportv1.AgentDetach{}}, Ahead: []*kvportv1.Query{{Request: "r"}}},
 		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{}}, Ahead: []*kvportv1.Query{{Request: "r"}}},
 		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}, {}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s", Ticket: []byte{1}}}},
 		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}, {Request: "r"}}},
 		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}, {Request: "s"}}},
 		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: queries(MaxAhead + 1)},

@@ -9,7 +9,7 @@ from typing import Any
 from kvport_agent.link import IDLE_WAIT, LATE, LISTEN_EVERY, Link, State
 from kvport_agent.messages import ANSWERED, FINISHED, LOST, RELEASED, SAVED, message
 
-from .ahead import Ahead
+from .ahead import MOST_HASHES, Ahead
 from .events import Events
 from .keys import Keys
 from .lora import Adapters
@@ -31,6 +31,7 @@ _RESET_WAIT = 10.0
 # Of requests that arrive or end in one Step. An agent takes 16 MiB and 16,384 requests of a kind, and ends a connection that brings more.
 _STEP_HASHES = 1 << 17
 _STEP_REQUESTS = 1 << 12
+_FEW_HASHES = 32  # of the first lookup with others after one that had no answer in time
 _PREEMPT_WAIT = 1.0  # for saves of preempted requests, where they cannot be pinned
 
 MISS: tuple[int, bool] = (0, False)
@@ -67,7 +68,7 @@ class SchedulerSide:
         self._life = 0  # of the agent that knows our requests
         self._lost = 0
         self._unheard = 0  # steps since the agent was listened to
-        self._silent = False  # the last lookup had no answer in time: the next one is of one request alone
+        self._most = MOST_HASHES  # of a lookup with others: none after one without an answer in time, then more from call to call
 
     def allow_later(self, seconds: float) -> None:
         """Take the host's own limit of a lookup that has no answer yet."""
@@ -166,13 +167,14 @@ class SchedulerSide:
         return True
 
     def _ask(self, tracked: Tracked, question: tuple[int, int], now: float) -> tuple[int | None, bool]:
-        alone = self._silent or not self.link.attached.ahead
-        others = [] if alone else self.ahead.take(tracked, self.link.life, now)
+        if self.link.life == 0:
+            return MISS
+        others = self.ahead.take(tracked, self.link.life, now, self._most) if self.link.attached.ahead else []
         self.counters.add("kvport_shim_lookups_total")
         self.counters.add("kvport_shim_lookups_ahead_total", len(others))
         ahead = [self._query(other, computed) for other, computed in others]
         answer = self.link.call(_MATCH_WAIT, match=self._query(tracked, question[0]), ahead=ahead)
-        self._silent = answer is None
+        self._most = 0 if answer is None else min(MOST_HASHES, max(_FEW_HASHES, 2 * self._most))
         if self.link.life == 0:
             return MISS
         self._foretell(others, answer, now)
@@ -198,7 +200,7 @@ class SchedulerSide:
         for (other, computed), match in zip(others, answers, strict=False):
             if late or not match.later:
                 self._remember(other, computed, match, now)
-        if others and not late and not answers and answer.WhichOneof("result") == "match":
+        if others and answer is not None and not answers and answer.WhichOneof("result") == "match":
             self.ahead.refused(self.link.life)
 
     def _remember(self, tracked: Tracked, computed: int, match: Any, now: float) -> int:
@@ -499,6 +501,8 @@ class SchedulerSide:
         for tracked in self.requests.values():
             tracked.memo, tracked.later_since, tracked.have, tracked.told = None, 0.0, 0, 0
             tracked.private = tracked.unverified
+            if tracked.waits:
+                self.ahead.wait(tracked)
 
     def _without_history(self) -> Any:
         step = self._step_type()
@@ -508,8 +512,8 @@ class SchedulerSide:
         return step
 
     def _introduce(self) -> None:
-        """Tell a new agent of all live requests: each of them will end."""
-        for tracked in self.requests.values():
+        """Tell a new agent of all live requests: each of them will end. Those whose loads it is told of come first."""
+        for tracked in sorted(self.requests.values(), key=lambda t: t.id not in self.loading):
             self._arrive(tracked)
 
     # -- the rest

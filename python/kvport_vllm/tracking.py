@@ -31,6 +31,7 @@ class Tracked:
     private: bool = False  # ... and which an agent knew that is gone: nothing of it may be saved or handed over
     waits: bool = False  # to be admitted, so that vLLM will ask about it
     news: bool = False  # the agent had news of it since vLLM asked
+    stuck: bool = False  # vLLM was answered about it in its last pass, and did not admit it
     asked_at: int = 0  # computed tokens of the last lookup
     at_once: bool = False  # the load that was offered is one that the step waits for
     load_began: float = 0.0
@@ -49,10 +50,13 @@ class Tracked:
         return first == computed or (first < computed and (self.memo_tokens is None or computed <= first + self.memo_tokens))
 
     def can_be_asked(self, life: int, now: float) -> bool:
-        """Say whether a question to an agent makes sense: it knows the request, and would not say the same again."""
+        """Say whether a question ahead makes sense: the agent knows the request, would not say the same again, and spends nothing.
+
+        A ticket counts as used once it was asked with.
+        """
         fresh = self.memo is not None and now < self.memo_until
         later = bool(self.later_since) and now < self.ask_again
-        out = self.denied or self.keys is None or getattr(self.request, "skip_reading_prefix_cache", False)
+        out = self.denied or bool(self.ticket) or self.keys is None or getattr(self.request, "skip_reading_prefix_cache", False)
         return self.told == life and not (fresh or later or out)
 
 

@@ -331,11 +331,39 @@ def test_an_agent_that_answers_nothing_ahead_is_asked_one_by_one(start):
     assert calls.take() == [3, 1]
 
 
+def test_who_is_not_admitted_takes_nobody_along(start):
+    engine = start()
+    stored(engine)
+    requests = arrive(engine, 3 * AT_MOST)
+    scheduler = engine.scheduler.scheduler
+    until(lambda: engine.step() and ask(engine, requests[:1])[0][0] is not None, "no answer")
+    engine.step()
+    ahead, life = scheduler.ahead, scheduler.link.life
+    tracked = [scheduler.requests[r.request_id] for r in requests]
+    for t in tracked:
+        t.memo = None  # the moment is over
+    assert ahead.take(tracked[0], life, 0.0) == [], "vLLM does not get past it"
+    again = [t for t, _ in ahead.take(tracked[1], life, 0.0)]
+    assert all(t in tracked[: AT_MOST + 1] for t in again), "the agent knows as many as one call takes"
+    for t in tracked[: AT_MOST + 1]:
+        ahead.asked(t)
+    assert [t for t, _ in ahead.take(tracked[1], life, 0.0)] == tracked[AT_MOST + 1 : 2 * AT_MOST + 1]
+
+
+def test_a_ticket_does_not_come_ahead(start):
+    engine = start()
+    requests = arrive(engine, 3)
+    engine.scheduler.scheduler.requests["w1"].ticket = b"ticket"
+    calls = Calls(engine)
+    ask(engine, requests[:1])
+    assert calls.take() == [2]
+
+
 def test_who_is_not_asked_about_has_news_once(start):
     engine = start()
     arrive(engine, 1)
     ahead, tracked = engine.scheduler.scheduler.ahead, engine.scheduler.scheduler.requests["w0"]
-    head = types.SimpleNamespace(request=request("head", [], 1))
+    head = types.SimpleNamespace(request=request("head", [], 1), stuck=False)
     asked = []
     for _ in range(3):
         asked.append(len(ahead.take(head, tracked.told, 0.0)))
