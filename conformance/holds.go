@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -80,11 +79,7 @@ type holdStep struct {
 func (s *holdStep) left() bool { return s.noTime }
 
 func (s *holdStep) words() string {
-	var names []string
-	for _, n := range s.prompts {
-		names = append(names, fmt.Sprintf("p%d", n))
-	}
-	what := strings.Join(names, " ")
+	what := numbered("p", s.prompts)
 	size := "1 block"
 	if s.blocks > 1 {
 		size = fmt.Sprintf("%d blocks", s.blocks)
@@ -394,12 +389,9 @@ func (g *holdGame) twice(h *handed) {
 // breakOff has a consumer give up a load. Whether it had all by then is not known.
 func (g *holdGame) breakOff(d *pd, h *handed, after time.Duration) {
 	g.now("PD-13")
-	n := min(d.offer(h.prompt, 0), len(h.content()))
-	if n == 0 {
-		return
+	if d.breakOff(h.prompt, after) {
+		h.unsure = true
 	}
-	h.unsure = true
-	_, _ = d.fetch(h.prompt, loading{n: n, limit: max(after, time.Microsecond)})
 }
 
 // settle checks how often each hold was reported.

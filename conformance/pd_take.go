@@ -126,6 +126,16 @@ func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration, insi
 	})
 }
 
+// breakOff gives up the load of a prompt after some time, and reports whether anything was offered to load.
+func (d *pd) breakOff(pr *prompt, after time.Duration) bool {
+	n := min(d.offer(pr, 0), len(pr.content()))
+	if n == 0 {
+		return false
+	}
+	_, _ = d.fetch(pr, loading{n: n, limit: max(after, time.Microsecond)})
+	return true
+}
+
 // whileBusy makes a call, and if the engine insists again while the connector is busy, until the context ends.
 func whileBusy(ctx context.Context, insists bool, call func() error) error {
 	for {

@@ -7,7 +7,6 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/kvport/kvport/conformance/internal/model"
@@ -71,11 +70,7 @@ type layerStep struct {
 func (s *layerStep) left() bool { return false }
 
 func (s *layerStep) words() string {
-	var names []string
-	for _, n := range s.saves {
-		names = append(names, fmt.Sprintf("s%d", n))
-	}
-	what := strings.Join(names, " ")
+	what := numbered("s", s.saves)
 	behind := ""
 	if s.like > 0 {
 		behind = fmt.Sprintf(" behind those of s%d", s.like)

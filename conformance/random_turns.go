@@ -462,12 +462,9 @@ func (g *turnGame) givesUp(d *pd, h *turnPrompt, after time.Duration) {
 		return // nobody says when the slots of an answer are not read any more
 	}
 	g.now("PD-13")
-	n := min(d.offer(h.prompt, 0), len(h.content()))
-	if n == 0 {
-		return
+	if d.breakOff(h.prompt, after) {
+		h.unsure = true
 	}
-	h.unsure = true
-	_, _ = d.fetch(h.prompt, loading{n: n, limit: max(after, time.Microsecond)})
 }
 
 // settle checks that nothing was reported too often.

@@ -172,3 +172,12 @@ func counted(n int, what string) string {
 	}
 	return fmt.Sprintf("%d %s", n, what)
 }
+
+// numbered are the names of prompts or saves: a letter and a number each.
+func numbered(letter string, numbers []int) string {
+	var names []string
+	for _, n := range numbers {
+		names = append(names, fmt.Sprintf("%s%d", letter, n))
+	}
+	return strings.Join(names, " ")
+}

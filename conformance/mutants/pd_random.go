@@ -9,25 +9,32 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
+// unseenPair is a wrong pair, and the rules that it breaks.
+type unseenPair struct {
+	name   string
+	faults pdFaults
+	rules  []string
+}
+
+// unseenPairs are wrong pairs of one class, which one case finds. Their leases are long, so that no history waits for the end of one.
+func unseenPairs(class, caseID string, pairs []unseenPair) (out []Unseen) {
+	for _, p := range pairs {
+		m := pdMutant(p.name, caseID, p.faults)
+		m.Config = `{"lease_ms":60000}`
+		out = append(out, Unseen{Class: class, Rules: p.rules, Mutant: m})
+	}
+	return out
+}
+
 // readFaults are about calls of a load with another shape that no case makes: in any order, many, cancelled, or by several consumers.
 func readFaults() []Unseen {
-	var out []Unseen
-	for _, f := range []struct {
-		name   string
-		faults pdFaults
-		rules  []string
-	}{
+	return unseenPairs(shapes, "random-reshape", []unseenPair{
 		{"a consumer that takes all producers for cut as the first", pdFaults{oneShape: true}, []string{"RESHAPE-03"}},
 		{"a consumer that goes on where its last call has ended", pdFaults{goesOn: true}, []string{"RESHAPE-03"}},
 		{"a consumer that ends the loads which it has begun when it closes", pdFaults{endsOnClose: true}, []string{"RESHAPE-03", "RESHAPE-06"}},
 		{"a producer that counts 24 calls of a load", pdFaults{manyCalls: true}, []string{"RESHAPE-03", "RESHAPE-06"}},
 		{"a consumer that ends a load with a call which was cancelled", pdFaults{endsCut: true}, []string{"RESHAPE-03", "RESHAPE-06"}},
-	} {
-		m := pdMutant(f.name, "random-reshape", f.faults)
-		m.Config = `{"lease_ms":60000}` // no history waits for the end of a lease
-		out = append(out, Unseen{Class: shapes, Rules: f.rules, Mutant: m})
-	}
-	return out
+	})
 }
 
 // pdManyCalls is after how many calls a load is over, for a fault.
@@ -103,22 +110,12 @@ func (n *pdNode) tellEnd(from *pdTicket) error {
 
 // answerTurnFaults are about answers that no case has: of conversations of several turns, with partial blocks, on two ranks.
 func answerTurnFaults() []Unseen {
-	var out []Unseen
-	for _, f := range []struct {
-		name   string
-		faults pdFaults
-		rules  []string
-	}{
+	return unseenPairs(turns, "random-turns", []unseenPair{
 		{"an engine that gives up an answer whose first slot is reused", pdFaults{firstGone: true}, []string{"TURN-05"}},
 		{"an engine that ends an answer when the conversation's next is there", pdFaults{endsTurn: true}, []string{"TURN-04", "TURN-05"}},
 		{"an engine that loads from the first block on where the last is partial", pdFaults{tailFrom: true}, []string{"TURN-04", "TURN-05"}},
 		{"an engine whose second rank loads from the first block on", pdFaults{rankFrom: true}, []string{"TURN-04", "TURN-05"}},
-	} {
-		m := pdMutant(f.name, "random-turns", f.faults)
-		m.Config = `{"lease_ms":60000}`
-		out = append(out, Unseen{Class: turns, Rules: f.rules, Mutant: m})
-	}
-	return out
+	})
 }
 
 // endTurn notes how an answer begins, and ends earlier ones that begin as it does: for faults. The caller holds mu.

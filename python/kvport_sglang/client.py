@@ -52,7 +52,7 @@ class Client:
     """An engine's connection to its agent. Any thread may call."""
 
     def __init__(self, spawner: Spawner, attach: Any, told: Callable[[Any], None], lost: Callable[[int], None]) -> None:
-        """Take what finds the agent, the AgentAttachPages, who is told of the agent's states, and who of agents that have ended."""
+        """Take what finds the agent and the AgentAttachPages. told gets each state of the agent, lost how many agents have ended."""
         self._link = Link(spawner, lambda: (attach, None), "attach_pages", log, plugins=False)
         self._told, self._tell_lost, self._lost = told, lost, 0
         self._mu = threading.Lock()

@@ -103,7 +103,7 @@ def test_code_beside_the_weights(args, made, here):
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "pt"])
 def test_weights_beside_safetensors(args, made, here, load_format):
-    """SGLang loads safetensors where there are any, but for the formats of other files."""
+    """SGLang loads safetensors where there are any, except with a format that names other files."""
     args.load_format = load_format
     (rig.model(here) / "consolidated.pt").write_bytes(b"one")
     before = made()
