@@ -121,12 +121,13 @@ SERVED    := docs/benchmarks/serve
 TRAFFIC   := --plugin-path bin --threads 2 --workload docs/benchmarks/serve-workload.json --format json
 SIMULATED := docs/benchmarks/simulated
 
-bench-serve: deps build ## compare prefill and decode apart with whole engines: 75 minutes of real traffic, for docs/benchmarks/serve*.jsonl, and the simulation
+bench-serve: deps build ## compare prefill and decode apart with whole engines: 100 minutes of real traffic, for docs/benchmarks/serve*.jsonl, and the simulation
 	bin/kvport bench serve $(TRAFFIC) --setups chunked,chunked-128,whole-prefix_aware,pd,pd-turns --rate 0.5 --rounds 10 > $(SERVED).jsonl.new
 	bin/kvport bench serve $(TRAFFIC) --setups chunked,pd,pd-turns,pd-offload --rate 0.3 --rounds 6 > $(SERVED)-turns.jsonl.new
+	bin/kvport bench serve $(TRAFFIC) --setups whole-round_robin,whole-least_loaded,whole-prefix_aware,whole-session,pd-aware --rate 0.4 > $(SERVED)-policies.jsonl.new
 	bin/kvport sim serve --format json > $(SIMULATED).jsonl.new
 	bin/kvport sim serve --measured-short-steps --rate 2,6 --format json > $(SIMULATED)-measured-steps.jsonl.new
-	for name in $(SERVED) $(SERVED)-turns $(SIMULATED) $(SIMULATED)-measured-steps; do mv "$$name.jsonl.new" "$$name.jsonl"; done
+	for name in $(SERVED) $(SERVED)-turns $(SERVED)-policies $(SIMULATED) $(SIMULATED)-measured-steps; do mv "$$name.jsonl.new" "$$name.jsonl"; done
 	$(GO) generate ./verify/bench/report
 
 vllm-test: deps build ## from nothing a real vLLM in .deps/vllm (6 GB), then kvport's promises under it; VLLM_ARGS='--only ttft' is passed on

@@ -22,7 +22,7 @@ import (
 func Kinds() []string { return []string{"engine", "transfer", "store", "placed"} }
 
 // Servings are the outputs of kvport bench serve and kvport sim serve, which have tables and plots of their own.
-func Servings() []string { return []string{"serve", "serve-turns", "simulated"} }
+func Servings() []string { return []string{"serve", "serve-turns", "serve-policies", "simulated"} }
 
 // measuredSteps is an output of kvport sim serve, too, which has a table and no plot.
 const measuredSteps = "simulated-measured-steps"
