@@ -29,11 +29,16 @@ func plugin(t *testing.T) string {
 	return path
 }
 
-// TestConformance runs the cases that every store has; make conform runs all that fixture.json names.
+// TestConformance runs the cases of several ranks; make conform runs all that fixture.json names, and with its full count this test those of a
+// store.
 func TestConformance(t *testing.T) {
 	config, err := os.ReadFile("conform.json")
 	require.NoError(t, err)
-	conformance.Run(t, conformance.Binary(plugin(t), config), conformance.Store)
+	profiles := []conformance.Profile{conformance.MultiRank}
+	if os.Getenv("KVPORT_SOAK") != "" {
+		profiles = append(profiles, conformance.Store)
+	}
+	conformance.Run(t, conformance.Binary(plugin(t), config), profiles...)
 }
 
 // What the commands of the documentation say when the plugin is run by hand.
