@@ -42,8 +42,9 @@ const (
 // loses reports whether batches of events do not come.
 func (f Fault) loses() bool { return f == MissedEvents || f == LostEvents }
 
-// replays reports whether replays are needed all the time, so that instances keep batches.
-func (f Fault) replays() bool { return f == MissedEvents || f == RepeatedEvents }
+// replays reports whether replays are needed all the time, so that instances keep batches. With racks that fail, an instance may come back and
+// be followed just before its lease ends, and be followed from its beginning once it has registered.
+func (f Fault) replays() bool { return f == MissedEvents || f == RepeatedEvents || f == RacksFail }
 
 // confuses reports whether a router may not know all of an instance, however long nothing happens.
 func (f Fault) confuses() bool { return f == LostEvents || f == RepeatedEvents }
