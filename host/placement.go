@@ -25,6 +25,7 @@ type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
+	pools  []*pool                   // of the ranks
 	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
 
 	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by whoever takes it away: nobody waits for it to read
@@ -32,6 +33,7 @@ type placement struct {
 	first   *byte        // of the arena
 	kv      *connector.KV
 	unnamed unnamed
+	writers sync.RWMutex // held for reading by whoever writes lent slots, who does not wait for it, and for writing while the next life opens
 
 	complete atomic.Bool // the plugin has nothing but what it has named
 
@@ -41,14 +43,27 @@ type placement struct {
 	used uses // for the next save or load by message to tell
 }
 
+func newPlacement(layout *connector.Layout, shape connector.Fingerprint, world int, failed func(blocks, damaged int)) *placement {
+	p := &placement{layout: layout, shape: shape, world: world, failed: failed}
+	for range world {
+		p.pools = append(p.pools, newPool())
+	}
+	return p
+}
+
 const lifeSerials = 1 << 40 // that a life of the plugin may draw
 
 // reopen prepares the arena for the next life of the plugin, which has said whether what is placed is all that it has. nil: it is
-// not placed. Lookups and loads of what the life before has placed go on meanwhile, and are not waited for (rule PLACE-28). One
-// goroutine calls reopen and close.
+// not placed. Lookups and loads of what the life before has placed go on meanwhile, and are not waited for (rule PLACE-28), but
+// whoever writes slots is (rule PLACE-06). One goroutine calls reopen and close.
 func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, error) {
 	if p == nil || len(arena) == 0 {
 		return nil, nil
+	}
+	p.writers.Lock()
+	defer p.writers.Unlock()
+	for _, pool := range p.pools {
+		pool.open(0)
 	}
 	if p.host == nil || p.first != unsafe.SliceData(arena) {
 		if err := p.layOut(arena); err != nil {
@@ -126,6 +141,7 @@ func (p *placement) pause() {
 	if p != nil {
 		p.paused.Store(true)
 		p.forget()
+		p.voidLoans()
 	}
 }
 
@@ -133,6 +149,7 @@ func (p *placement) pause() {
 func (p *placement) resume() {
 	if p != nil {
 		p.forget()
+		p.voidLoans()
 		p.paused.Store(false)
 	}
 }

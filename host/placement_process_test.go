@@ -24,9 +24,11 @@ import (
 )
 
 const (
-	libraryBlocks = 60 // that the plugin knows of
+	libraryBlocks = 60
+	pluginBlocks  = 40 // of them that the plugin writes; the host saves the others
 	placerSlots   = 48
 	placerReaders = 4
+	placerWriters = 2
 )
 
 // placerRig is a host, with readers on threads of their own, and a plugin process that places and is killed again and again.
@@ -50,6 +52,8 @@ type placerRig struct {
 	each                                      int64         // a life lasts for as many loads
 	due                                       chan struct{} // it has
 	accepted, refused, matched, wrong, faults atomic.Int64
+	saved                                     atomic.Int64
+	before, lenders                           int64                       // what was saved before this life, and lives in which something was
 	since                                     [placerReaders]atomic.Int64 // when a reader's load began, in Unix ns; 0: none is under way
 }
 
@@ -82,10 +86,11 @@ func (r *placerRig) start() {
 	env, err := r.p.reopen(r.arena.Bytes(), false)
 	require.NoError(r, err)
 	require.NotNil(r, env)
+	r.p.pools[0].open(placerSlots)
 	require.Equal(r, placerSlots, env.Slots)
 	r.seed++
 	order, err := json.Marshal(placerOrder{
-		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys, Seed: r.seed, Lies: r.lies,
+		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys[:pluginBlocks], Seed: r.seed, Lies: r.lies,
 	})
 	require.NoError(r, err)
 	r.cmd = exec.Command("/proc/self/exe")
@@ -130,8 +135,56 @@ func (r *placerRig) learn() {
 		if _, err := io.ReadFull(r.named, slot[:]); err != nil {
 			return
 		}
-		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}, 1) != nil {
+		err := error(nil)
+		if n := binary.LittleEndian.Uint32(slot[:]); n&lentMark != 0 {
+			err = r.borrow(n &^ lentMark)
+		} else {
+			err = r.p.learn([]uint32{n}, 1)
+		}
+		if err != nil {
 			r.faults.Add(1)
+		}
+	}
+}
+
+// borrow takes a slot that is lent, whose serial follows. Nobody makes a former life's slots one of this one's: they are learnt before it begins.
+func (r *placerRig) borrow(slot uint32) error {
+	var serial uint64
+	if err := binary.Read(r.named, binary.LittleEndian, &serial); err != nil {
+		return nil //nolint:nilerr // the plugin died
+	}
+	pool := r.p.pools[0]
+	pool.mu.Lock()
+	round := pool.round
+	pool.mu.Unlock()
+	return pool.answered(round, 1, &connector.Loan{Slots: []uint32{slot}, Serial: serial})
+}
+
+// write saves blocks into lent slots until enough were loaded, each writer from a place of its own in the cache.
+func (r *placerRig) write(writer int, most int64) {
+	rng := rand.New(rand.NewPCG(12, uint64(writer)))
+	size := int(largestBlock(r.p.layout))
+	turn := time.NewTicker(100 * time.Microsecond) // where nothing is lent it leaves the processor to others
+	defer turn.Stop()
+	for ; r.accepted.Load() < most; <-turn.C {
+		n := pluginBlocks + rng.IntN(libraryBlocks-pluginBlocks)
+		b := r.blocks[n]
+		b.ID = connector.BlockID(placedBlocks/2 + writer)
+		spans, err := r.rank.kv.Spans(b)
+		if err != nil {
+			r.Errorf("writer %d: %v", writer, err)
+			return
+		}
+		from := r.library.Bytes()[n*size:][:size]
+		for _, span := range spans {
+			from = from[copy(span, from):]
+		}
+		over, wrong := r.p.save(r.Context(), r.rank, 0, &connector.Transfer{Blocks: []connector.Block{b}})
+		switch {
+		case wrong != nil:
+			r.faults.Add(1)
+		case over:
+			r.saved.Add(1)
 		}
 	}
 }
@@ -143,6 +196,9 @@ func (r *placerRig) kill() {
 	<-r.learnt
 	require.Error(r, r.cmd.Wait())
 	require.Equal(r, -1, r.cmd.ProcessState.ExitCode(), "it was alive until it was killed")
+	if saved := r.saved.Load(); saved > r.before {
+		r.lenders, r.before = r.lenders+1, saved
+	}
 }
 
 // read loads blocks, each reader into a place of its own in the cache, until as many were accepted.
@@ -202,8 +258,8 @@ func (r *placerRig) watch(done <-chan struct{}) {
 	}
 }
 
-// Rules PLACE-20 and PLACE-23: readers beside a plugin process that writes and evicts, and is killed at any moment, accept only what is
-// right, and no slot is lost; beside one that writes anything anywhere and names any slot, too.
+// Rules PLACE-20, PLACE-23 and PLACE-31: readers, and writers into lent slots, beside a plugin process that writes, lends and evicts, and is killed at any moment,
+// accept only what is right, and no slot is lost; beside one that writes anything anywhere and names any slot, too.
 func TestPlacementAcrossProcesses(t *testing.T) {
 	loads, lives := int64(100_000), int64(50)
 	switch {
@@ -226,6 +282,9 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			for i := range placerReaders {
 				readers.Go(func() { r.read(i, loads) })
 			}
+			for i := range placerWriters {
+				readers.Go(func() { r.write(i, loads) })
+			}
 			for range lives - 1 {
 				<-r.due
 				r.kill()
@@ -234,8 +293,10 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			readers.Wait()
 			r.kill()
 			close(done)
-			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d deaths; %d answers of the plugin refused",
-				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), lives, r.faults.Load())
+			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots in %d lives; %d deaths; %d answers of the plugin refused",
+				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), r.lenders, lives, r.faults.Load())
+			require.Positive(t, r.saved.Load())
+			require.True(t, testing.Short() || r.lenders > 2, "no life after the first one lends anything")
 			require.Zero(t, r.wrong.Load())
 			require.False(t, !c.lies && r.damaged.Load() > 0, "an honest plugin is not blamed for its evictions and deaths")
 			require.GreaterOrEqual(t, r.accepted.Load(), loads)

@@ -51,7 +51,7 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 		}
 	}
 	layout, size := digest.WithSegments(layout, at)
-	r := &placedRig{T: t, p: &placement{layout: &layout, shape: connector.NewFingerprint("shape"), world: world}}
+	r := &placedRig{T: t, p: newPlacement(&layout, connector.NewFingerprint("shape"), world, nil)}
 	r.p.failed = func(blocks, damaged int) {
 		r.failed.Add(int64(blocks))
 		r.damaged.Add(int64(damaged))

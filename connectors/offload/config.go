@@ -35,7 +35,7 @@ type Config struct {
 	DiskBytes  int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0,description=Size of the disk tier in bytes; with disk_path." jsonschema_extras:"bounds=bytes"`
 	DiskAdmit  int    `json:"disk_admit_after,omitempty" jsonschema:"minimum=1,maximum=255,default=2,description=How often a block is stored or loaded before it is written to disk. 1: every block."`
 	DiskAhead  int    `json:"disk_prefetch_blocks,omitempty" jsonschema:"minimum=0,maximum=4096,default=16,description=Blocks of a matched prompt that are read from disk before they are asked for."`
-	DiskBehind int    `json:"disk_write_queue,omitempty" jsonschema:"minimum=1,maximum=1048576,default=1024,description=Blocks that may wait to be written to disk; more are not."`
+	DiskBehind int    `json:"disk_write_queue,omitempty" jsonschema:"minimum=1,maximum=1048576,default=1024,description=Blocks that may wait to be written to disk; more are not. Of those that the host has saved by itself a 128th of memory may wait beside them."`
 
 	// Fields that only vLLM uses. They are accepted so that its configs work here, and have no effect.
 	SpecName       string `json:"spec_name,omitempty" jsonschema:"description=Of vLLM; no effect."`
@@ -150,6 +150,7 @@ func (c *Config) ArenaBlockTokens() int64 { return int64(c.BlockSize) }
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
 	o := tier.OptionsFor(env)
+	o.Lend = true
 	o.Slots, o.Policy, o.Workers = c.slots(env), c.policy(), c.Workers
 	o.StoreThreshold, o.Tracked, o.TTL, o.TenantBytes = c.StoreThreshold, c.Tracker, time.Duration(c.TTL)*time.Second, c.TenantBytes
 	o.PinAfter, o.PinShare = c.PinAfter, float64(c.PinPercent)/100

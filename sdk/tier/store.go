@@ -2,7 +2,7 @@
 // else from below.
 //
 // A [Store] keeps blocks in fixed slots of the arena that the host lends (Env.Arena). They outlive the plugin, and the host
-// reads them there itself, without a call. What lies below ([Options].Lower) is any connector.Store, such as an author's own or
+// reads them there itself, without a call. Some slots it lends the host, empty, which writes there what it saves (Store.Lend). What lies below ([Options].Lower) is any connector.Store, such as an author's own or
 // a [Disk], and is written behind; nil is memory alone. A connector is a config that becomes Options:
 //
 //	o := tier.OptionsFor(&env)
@@ -41,6 +41,7 @@ type Store struct {
 
 	gate   sync.RWMutex // held for reading by every call, so that Reset meets none
 	closed atomic.Bool
+	left   bool // the memory is not the Store's any more
 }
 
 // Open makes a Store. Blocks that an earlier one left in Options.Memory are there at once, in the order
@@ -80,6 +81,10 @@ func (s *Store) Slots() int { return s.memory.slots }
 // Counts are the numbers of the memory tier and of the way to the lower one so far. What a Disk itself counts
 // is in Disk.Counts.
 func (s *Store) Counts() (memory, lower Stats) {
+	if s.gate.TryRLock() { // numbers do not wait for a Reset
+		s.note()
+		s.gate.RUnlock()
+	}
 	memory = s.mem.Now()
 	memory.Blocks, memory.Slots = uint64(s.memory.index.Len()), uint64(s.memory.slots)
 	if s.below != nil {
@@ -92,6 +97,7 @@ func (s *Store) Counts() (memory, lower Stats) {
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.settle()
 	found := make([]int, len(runs))
 	for i, keys := range runs {
 		found[i] = s.inMemory(keys, 0)
@@ -151,6 +157,7 @@ func (s *Store) lookupBelow(ctx context.Context, runs [][]connector.StoreKey, fo
 func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.settle()
 	errs := make([]error, len(items))
 	absent := s.fromMemory(ctx, items, errs)
 	if len(absent) > 0 && s.below != nil {
@@ -206,7 +213,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 
 func (s *Store) writeBehind(k connector.StoreKey, id uint32) {
 	if s.below != nil {
-		s.below.used(k, id)
+		s.below.used(k, id, false)
 	}
 }
 
@@ -232,6 +239,7 @@ func (s *Store) promote(ctx context.Context, items []connector.Item, from []int,
 func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.settle()
 	slots := make([]uint32, 0, len(keys))
 	for _, k := range keys {
 		if id := s.memory.index.entry(k); id != none && !s.memory.expired(id) {
@@ -245,6 +253,7 @@ func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 func (s *Store) Used(slots []uint32) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.settle()
 	for _, id := range slots {
 		k, ok := s.memory.index.use(id)
 		if !ok {
@@ -267,6 +276,7 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if s.below != nil {
 		s.below.look()
 	}
+	s.settle()
 	p := &put{store: s, ctx: ctx, items: items, errs: make([]error, len(items))}
 	if s.o.TTL > 0 {
 		until := time.Now().Add(s.o.TTL).UnixMilli()
@@ -290,6 +300,8 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	}
 	s.gate.Lock()
 	defer s.gate.Unlock()
+	s.settle()
+	s.memory.void()
 	if s.below != nil {
 		s.below.writes.resume()
 		s.below.forget()
@@ -309,7 +321,22 @@ func (s *Store) Flush(ctx context.Context) error {
 	if s.below == nil {
 		return nil
 	}
+	s.takeNote()
 	return s.below.flush(ctx)
+}
+
+// takeNote takes note of what the host has written, unless the store is closed.
+func (s *Store) takeNote() {
+	s.gate.RLock()
+	defer s.gate.RUnlock()
+	s.note()
+}
+
+// note is takeNote for whoever holds the gate.
+func (s *Store) note() {
+	if !s.left {
+		s.settle()
+	}
 }
 
 // closeWait is how long Close goes on writing to the lower tier, and how long Reset waits for what is being written there.
@@ -321,6 +348,7 @@ func (s *Store) Close() error {
 	if s.closed.Swap(true) {
 		return nil
 	}
+	s.takeNote()
 	if s.below != nil { // before the gate, which a write holds as long as it likes
 		ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 		defer cancel()
@@ -329,6 +357,7 @@ func (s *Store) Close() error {
 	}
 	s.gate.Lock() // until running calls are over
 	defer s.gate.Unlock()
+	s.left = true
 	s.memory.leave()
 	if s.below == nil {
 		return nil
@@ -492,6 +521,10 @@ type Options struct {
 	// Store for it, with which it would overwrite blocks.
 	Placement *connector.Placement
 	arena     []byte // of which Placement is
+	// Lend has the Store lend the host slots, which writes there what it saves and tells the Store later (sdk.Lending). Put is not called for that, so
+	// a Store around this one whose Put does more leaves it out. Nothing is lent where not every block is kept: with a StoreThreshold, TTL or
+	// TenantBytes; nor with the policy ARC, which has to know the key for which it evicts.
+	Lend bool
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
 	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.
@@ -519,7 +552,8 @@ type Options struct {
 	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
 	// every block.
 	AdmitAfter int
-	// WriteBehind is how many blocks may wait to be written to Lower; 0: 1024. More are dropped.
+	// WriteBehind is how many blocks may wait to be written to Lower; 0: 1024. More are dropped, but of those that the host has written into
+	// lent slots as many wait beside them as are lent at a time.
 	WriteBehind int
 	// Prefetch is how many blocks of a run are fetched from Lower when Lookup has found them there; 0:
 	// none.
