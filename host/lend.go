@@ -146,6 +146,9 @@ func (p *placement) voidLoans() {
 func (g *generation) borrow(life context.Context, number int, w connector.Lender) {
 	p := g.h.place.pools[number]
 	for p.wait(life) {
+		if g.h.place.paused.Load() { // what it lends is void, and it may answer only after the reset, whose end wakes this again
+			continue
+		}
 		enough, err := g.h.lend(life, number, w)
 		switch {
 		case life.Err() != nil:

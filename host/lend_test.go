@@ -1,14 +1,19 @@
 package host
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/host/internal/plugin"
+	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
 	"github.com/kvport/kvport/internal/wire"
 )
@@ -140,6 +145,45 @@ func TestSaveLentLies(t *testing.T) {
 	r.shelf.Bytes(slots[0], 8)[3] ^= 1
 	require.False(t, r.loaded(0, bs[0]), "the plugin has written over it")
 	require.EqualValues(t, 1, r.damaged.Load())
+}
+
+// Rule PLACE-31: a reader does not accept what it copies from a slot that is lent meanwhile, even if the plugin hides that from the look which follows.
+func TestSaveLentWhereABlockIsRead(t *testing.T) {
+	for _, hides := range []bool{false, true} {
+		r := newPlacedRig(t, 1, all())
+		bs := r.fill(keys(1, 2), 0)
+		r.p.pools[0].open(16)
+		r.next = 7
+		slot := place.Slot(r.save(0, bs[0])[0])
+		refs, err := r.p.find([]connector.StoreKey{r.p.key(bs[0].Key, 0, 0)}, 0)
+		require.NoError(t, err)
+		pin, err := r.p.host.Pin(refs[0])
+		require.NoError(t, err)
+		before := bytes.Clone(r.arena)
+		r.next = uint32(slot)
+		require.Equal(t, []place.Slot{slot}, r.lend(0, 1))
+		if hides {
+			at := 0
+			for before[at] == r.arena[at] {
+				at++
+			}
+			word := r.arena[at&^7:][:8]
+			was := place.Word(binary.LittleEndian.Uint64(before[at&^7:]))
+			binary.LittleEndian.PutUint64(word, uint64(place.NewWord(was.Generation(), place.Lent)))
+		}
+		require.True(t, r.saveLent(0, connector.Transfer{Blocks: bs[1:]}))
+		to := bs[0]
+		to.ID += placedBlocks / 2
+		from := digest.Slot{KV: r.p.kv, ID: connector.BlockID(slot)}
+		require.ErrorIs(t, r.ranks[0].hasher.CopyIn(r.ranks[0].kv, to, from, digest.StoresForLoad(1000)), connector.ErrCorrupt)
+		if gone := pin.Release(0); hides {
+			require.NoError(t, gone)
+		} else {
+			require.ErrorIs(t, gone, place.ErrGone)
+		}
+		require.False(t, r.loaded(0, bs[0]))
+		require.True(t, r.loaded(0, bs[1]))
+	}
 }
 
 // The plugin is asked before slots run out, and told within a while.
@@ -335,4 +379,26 @@ func TestBorrow(t *testing.T) {
 		return connector.ErrBusy
 	}))
 	require.GreaterOrEqual(t, calls, 2)
+}
+
+// Rule PLACE-34: the plugin is not asked while it is reset, which may take longer than an answer, and it is asked afterwards.
+func TestBorrowWaitsForAReset(t *testing.T) {
+	r := newLendRig(t)
+	r.Host.place.pause()
+	life, end := context.WithCancel(t.Context())
+	defer end()
+	var during []bool
+	var borrows sync.WaitGroup
+	borrows.Go(func() {
+		p := &thisProcess{done: make(chan struct{})}
+		r.Host.newGeneration(2, p, noScheduler{}).borrow(life, 0, answering{answer: func(*connector.Lending) (*connector.Loan, error) {
+			during = append(during, r.Host.place.paused.Load())
+			end()
+			return nil, plugin.ErrLost
+		}})
+	})
+	require.Eventually(t, func() bool { return len(r.pool.low)+len(r.pool.late) == 0 }, time.Minute, time.Millisecond, "it looks")
+	r.Host.place.resume()
+	borrows.Wait()
+	require.Equal(t, []bool{false}, during)
 }

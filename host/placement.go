@@ -151,6 +151,9 @@ func (p *placement) resume() {
 		p.forget()
 		p.voidLoans()
 		p.paused.Store(false)
+		for _, pool := range p.pools {
+			pool.wake()
+		}
 	}
 }
 

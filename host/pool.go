@@ -102,6 +102,13 @@ func (p *pool) signal() {
 	}
 }
 
+// wake is signal for whoever does not hold mu.
+func (p *pool) wake() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.signal()
+}
+
 // never says whether that many slots are more than are ever lent.
 func (p *pool) never(n int) bool {
 	p.mu.Lock()
