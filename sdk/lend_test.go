@@ -107,7 +107,12 @@ func TestLendTellsOfWhatIsBelow(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []uint32{uint32(shards[0][0])}, loan.Placed)
 	require.Equal(t, []connector.BlockKey{bs[0].Key, bs[1].Key}, take(t, scheduler)[0].Keys)
-	store.before = func(string, int) error { return connector.ErrBusy }
+	store.before = func(call string, _ int) error {
+		if call == "lookup" {
+			return connector.ErrBusy
+		}
+		return nil
+	}
 	_, err = l.Lend(t.Context(), &connector.Lending{Written: bs[3:]})
 	require.NoError(t, err)
 	store.removed(shards[1:2])
