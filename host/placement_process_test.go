@@ -53,7 +53,7 @@ type placerRig struct {
 	due                                       chan struct{} // it has
 	accepted, refused, matched, wrong, faults atomic.Int64
 	saved                                     atomic.Int64
-	before, lenders                           int64                       // what was saved before this life, and lives in which something was
+	before                                    int64                       // of saved, when this life began
 	since                                     [placerReaders]atomic.Int64 // when a reader's load began, in Unix ns; 0: none is under way
 }
 
@@ -87,6 +87,7 @@ func (r *placerRig) start() {
 	require.NoError(r, err)
 	require.NotNil(r, env)
 	r.p.pools[0].open(placerSlots)
+	r.before = r.saved.Load()
 	require.Equal(r, placerSlots, env.Slots)
 	r.seed++
 	order, err := json.Marshal(placerOrder{
@@ -160,13 +161,18 @@ func (r *placerRig) borrow(slot uint32) error {
 	return pool.answered(round, 1, &connector.Loan{Slots: []uint32{slot}, Serial: serial})
 }
 
-// write saves blocks into lent slots until enough were loaded, each writer from a place of its own in the cache.
-func (r *placerRig) write(writer int, most int64) {
+// write saves blocks into lent slots until stop is closed, each writer from a place of its own in the cache.
+func (r *placerRig) write(writer int, stop <-chan struct{}) {
 	rng := rand.New(rand.NewPCG(12, uint64(writer)))
 	size := int(largestBlock(r.p.layout))
 	turn := time.NewTicker(100 * time.Microsecond) // where nothing is lent it leaves the processor to others
 	defer turn.Stop()
-	for ; r.accepted.Load() < most; <-turn.C {
+	for {
+		select {
+		case <-stop:
+			return
+		case <-turn.C:
+		}
 		n := pluginBlocks + rng.IntN(libraryBlocks-pluginBlocks)
 		b := r.blocks[n]
 		b.ID = connector.BlockID(placedBlocks/2 + writer)
@@ -196,8 +202,13 @@ func (r *placerRig) kill() {
 	<-r.learnt
 	require.Error(r, r.cmd.Wait())
 	require.Equal(r, -1, r.cmd.ProcessState.ExitCode(), "it was alive until it was killed")
-	if saved := r.saved.Load(); saved > r.before {
-		r.lenders, r.before = r.lenders+1, saved
+}
+
+// lends waits until something was saved into slots that this life has lent. A writer may count one of the life before late. What a liar lends is rarely of use.
+func (r *placerRig) lends() {
+	r.Helper()
+	if !r.lies {
+		require.Eventually(r, func() bool { return r.saved.Load() > r.before+placerWriters }, time.Minute, time.Millisecond, "this life lends nothing")
 	}
 }
 
@@ -278,25 +289,28 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			done := make(chan struct{})
 			go r.watch(done)
 			r.start()
-			var readers sync.WaitGroup
+			stop := make(chan struct{})
+			var readers, writers sync.WaitGroup
 			for i := range placerReaders {
 				readers.Go(func() { r.read(i, loads) })
 			}
 			for i := range placerWriters {
-				readers.Go(func() { r.write(i, loads) })
+				writers.Go(func() { r.write(i, stop) })
 			}
 			for range lives - 1 {
 				<-r.due
+				r.lends()
 				r.kill()
 				r.start()
 			}
 			readers.Wait()
+			r.lends()
+			close(stop)
+			writers.Wait()
 			r.kill()
 			close(done)
-			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots in %d lives; %d deaths; %d answers of the plugin refused",
-				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), r.lenders, lives, r.faults.Load())
-			require.Positive(t, r.saved.Load())
-			require.True(t, testing.Short() || r.lenders > 2, "no life after the first one lends anything")
+			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots; %d deaths; %d answers of the plugin refused",
+				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), lives, r.faults.Load())
 			require.Zero(t, r.wrong.Load())
 			require.False(t, !c.lies && r.damaged.Load() > 0, "an honest plugin is not blamed for its evictions and deaths")
 			require.GreaterOrEqual(t, r.accepted.Load(), loads)
