@@ -90,7 +90,7 @@ func TestLend(t *testing.T) {
 	require.ErrorContains(t, err, "broken")
 }
 
-// Rule EVENT-01: a block that was evicted before the Store's worker hears of it is stored, if the tier below has it.
+// Rule EVENT-01: a block that was evicted before the Store's worker is told about it is stored, if the tier below has it.
 func TestLendTellsOfWhatIsBelow(t *testing.T) {
 	store := &lendingStore{powerful: &powerful{memory: newMemory()}, lends: 5}
 	env := testEnv(0, 1)
