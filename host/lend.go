@@ -54,7 +54,7 @@ func (p *placement) save(ctx context.Context, r *rank, number int, t *connector.
 	}
 	maker, err := r.hasher.Maker()
 	if err != nil || p.anyKnown(keys) {
-		return false, nil //nolint:nilerr // the save by message fails with it
+		return false, nil // the save by message fails with it
 	}
 	loans, round := p.pools[number].take(len(keys))
 	if loans == nil {

@@ -274,7 +274,7 @@ type lendRig struct {
 func newLendRig(t *testing.T) *lendRig {
 	r := newAloneRig(t, 0)
 	t.Cleanup(func() { require.NoError(t, r.closeNow()) })
-	l := &lendRig{aloneRig: r, pool: r.Host.place.pools[0]}
+	l := &lendRig{aloneRig: r, pool: r.place.pools[0]}
 	l.told = connector.Lending{Written: []connector.Block{{ID: 5, Key: keys(1, 1)[0]}}, Want: 16}
 	l.pool.open(l.told.Want)
 	l.pool.take(3)
@@ -340,8 +340,8 @@ func TestLendAnswersLate(t *testing.T) {
 		l, _ := r.pool.ask()
 		require.Equal(t, []uint64{8, 9}, l.Back)
 	}
-	during(r.Host.place.pause)
-	during(r.Host.place.resume)
+	during(r.place.pause)
+	during(r.place.resume)
 	during(func() { r.pool.open(16) })
 }
 
@@ -384,7 +384,7 @@ func TestBorrow(t *testing.T) {
 // Rule PLACE-34: the plugin is not asked while it is reset, which may take longer than an answer, and it is asked afterwards.
 func TestBorrowWaitsForAReset(t *testing.T) {
 	r := newLendRig(t)
-	r.Host.place.pause()
+	r.place.pause()
 	life, end := context.WithCancel(t.Context())
 	defer end()
 	var during []bool
@@ -392,13 +392,13 @@ func TestBorrowWaitsForAReset(t *testing.T) {
 	borrows.Go(func() {
 		p := &thisProcess{done: make(chan struct{})}
 		r.Host.newGeneration(2, p, noScheduler{}).borrow(life, 0, answering{answer: func(*connector.Lending) (*connector.Loan, error) {
-			during = append(during, r.Host.place.paused.Load())
+			during = append(during, r.place.paused.Load())
 			end()
 			return nil, plugin.ErrLost
 		}})
 	})
 	require.Eventually(t, func() bool { return len(r.pool.low)+len(r.pool.late) == 0 }, time.Minute, time.Millisecond, "it looks")
-	r.Host.place.resume()
+	r.place.resume()
 	borrows.Wait()
 	require.Equal(t, []bool{false}, during)
 }

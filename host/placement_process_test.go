@@ -136,7 +136,7 @@ func (r *placerRig) learn() {
 		if _, err := io.ReadFull(r.named, slot[:]); err != nil {
 			return
 		}
-		err := error(nil)
+		var err error
 		if n := binary.LittleEndian.Uint32(slot[:]); n&lentMark != 0 {
 			err = r.borrow(n &^ lentMark)
 		} else {

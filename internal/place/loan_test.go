@@ -82,7 +82,7 @@ func TestLoanGivenBack(t *testing.T) {
 	r.saveLent(loan, 2) // another save takes it
 	again, word := r.lend(5)
 	r.shelf.Back(5, word)
-	require.EqualValues(t, Free, Word(r.arena.Load(r.g.wordAt(5))).State())
+	require.Equal(t, Free, Word(r.arena.Load(r.g.wordAt(5))).State())
 	_, err = r.host.Claim(again, partOf(3), 0)
 	require.Equal(t, &RefusalError{5, NotLent}, err)
 	later, _ := r.lend(5)
