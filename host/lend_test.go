@@ -264,7 +264,7 @@ func (w answering) Lend(_ context.Context, l *connector.Lending) (*connector.Loa
 	return w.answer(l)
 }
 
-// lendRig is a host that has written a block into a lent slot, and wants more slots.
+// lendRig is a host that has written a block into a lent slot, and asks for more slots.
 type lendRig struct {
 	*aloneRig
 	pool *pool

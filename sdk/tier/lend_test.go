@@ -85,7 +85,7 @@ func TestLentSlots(t *testing.T) {
 		require.Equal(t, 2, h.ask(connector.Lending{Want: 5}))
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), "that is all")
 		rand.NewChaCha8([32]byte{1}).Read(h.kv.View(0, 20))
-		slot := h.write(h.blocks(276, 277))                 // its ID is 20
+		slot := h.write(h.blocks(276, 277)) // its ID is 20
 		require.Equal(t, 1, h.offered(h.blocks(276, 277)))
 		memory, _ := h.store.Counts()
 		require.EqualValues(t, slots+1, memory.Stored)
