@@ -34,7 +34,7 @@ type Config struct {
 	L2Ingestion json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE,omitempty" jsonschema:"description=What goes from L1 to L2: HOT (default) what is used twice; ALL; EVICTED: the same as ALL."`
 	L2Workers   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_NUM_ASYNC_WORKERS,omitempty" jsonschema:"description=Connections to L2; default 8."`
 	L2Timeout   json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_PER_TOKEN_TIMEOUT_MS,omitempty" jsonschema:"description=Longest time of an exchange for each token of a chunk in milliseconds; default 20."`
-	L2Inflight  json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS,omitempty" jsonschema:"description=Tokens that may wait to be written to L2; more are not. Of blocks that the host has saved by itself a 128th of memory may wait beside them. 0 (default): 1024 blocks."`
+	L2Inflight  json.RawMessage `json:"AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS,omitempty" jsonschema:"description=Tokens that may wait to be written to L2; more are not. 0 (default): 1024 blocks."`
 	Chunk       json.RawMessage `json:"AIBRIX_KV_CACHE_OL_CHUNK_SIZE,omitempty" jsonschema:"description=Tokens of a chunk: with the time of a token the time-out of an exchange; default 512."`
 
 	RedisURL      json.RawMessage `json:"AIBRIX_KV_CACHE_OL_REDIS_URL,omitempty" jsonschema:"description=Ours: the server of L2 (redis:// rediss:// redis-cluster:// unix://)."`

@@ -35,7 +35,7 @@ type Config struct {
 	DiskBytes  int64  `json:"disk_bytes,omitempty" jsonschema:"minimum=0,description=Size of the disk tier in bytes; with disk_path." jsonschema_extras:"bounds=bytes"`
 	DiskAdmit  int    `json:"disk_admit_after,omitempty" jsonschema:"minimum=1,maximum=255,default=2,description=How often a block is stored or loaded before it is written to disk. 1: every block."`
 	DiskAhead  int    `json:"disk_prefetch_blocks,omitempty" jsonschema:"minimum=0,maximum=4096,default=16,description=Blocks of a matched prompt that are read from disk before they are asked for."`
-	DiskBehind int    `json:"disk_write_queue,omitempty" jsonschema:"minimum=1,maximum=1048576,default=1024,description=Blocks that may wait to be written to disk; more are not. Of those that the host has saved by itself a 128th of memory may wait beside them."`
+	DiskBehind int    `json:"disk_write_queue,omitempty" jsonschema:"minimum=1,maximum=1048576,default=1024,description=Blocks that may wait to be written to disk; more are not."`
 
 	// Fields that only vLLM uses. They are accepted so that its configs work here, and have no effect.
 	SpecName       string `json:"spec_name,omitempty" jsonschema:"description=Of vLLM; no effect."`

@@ -36,9 +36,6 @@ type below struct {
 	done    sync.WaitGroup
 	ends    sync.Map // of blocks on their way up: key -> expiry
 
-	laterMu sync.Mutex
-	later   []connector.StoreKey // that found the queue full, and wait for room in it
-
 	renewer  Renewer       // the lower tier; nil: it keeps what it has
 	renewals atomic.Uint32 // of it, at the last look
 }
@@ -154,8 +151,8 @@ func (b *below) guard(what string, call func() error) (err error) {
 }
 
 // used notes that a block in memory was stored or loaded, and has it written to the lower tier once
-// that was often enough. The block is pinned. A patient one waits where the queue is full, others are not written.
-func (b *below) used(k connector.StoreKey, id uint32, patient bool) {
+// that was often enough. The block is pinned.
+func (b *below) used(k connector.StoreKey, id uint32) {
 	state := &b.memory.lowered[id]
 	was := state.Load()
 	if was == lowering || was == b.lowered() {
@@ -171,44 +168,9 @@ func (b *below) used(k connector.StoreKey, id uint32, patient bool) {
 	select {
 	case b.queue <- job{key: k}:
 	default:
-		if patient && b.wait(k) {
-			return
-		}
 		state.Store(notLowered)
 		b.c.Count(func(n *Stats) { n.Dropped++ })
 	}
-}
-
-// wait has a block wait for room in the queue, which is full; false if too many do.
-func (b *below) wait(k connector.StoreKey) bool {
-	b.laterMu.Lock()
-	full := len(b.later) >= b.memory.loans.most
-	if !full {
-		b.later = append(b.later, k)
-	}
-	b.laterMu.Unlock()
-	b.refill() // the writer may have emptied the queue meanwhile
-	return !full
-}
-
-// refill moves what waits into the queue, and leaves half of that to others.
-func (b *below) refill() {
-	b.laterMu.Lock()
-	defer b.laterMu.Unlock()
-	for len(b.later) > 0 && len(b.queue) < max(1, cap(b.queue)/2) {
-		select {
-		case b.queue <- job{key: b.later[0]}:
-			b.later = b.later[1:]
-		default:
-			return
-		}
-	}
-}
-
-func (b *below) waiting() bool {
-	b.laterMu.Lock()
-	defer b.laterMu.Unlock()
-	return len(b.later) > 0
 }
 
 // write writes behind, several blocks in one call if there are.
@@ -225,7 +187,6 @@ func (b *below) write(ctx context.Context) {
 			jobs = append(jobs, <-b.queue)
 		}
 		b.writeJobs(ctx, jobs)
-		b.refill()
 		for _, j := range jobs {
 			if j.mark != nil {
 				close(j.mark)
@@ -355,18 +316,8 @@ func (b *below) expiry(k connector.StoreKey) int64 {
 	return 0
 }
 
-// flush waits until all that is queued now was written, and what waits for room in the queue. Nothing is any more once stop was called.
+// flush waits until all that is queued now was written. Nothing is any more once stop was called.
 func (b *below) flush(ctx context.Context) error {
-	for {
-		b.refill()
-		waits := b.waiting()
-		if err := b.flushQueue(ctx); err != nil || !waits {
-			return err
-		}
-	}
-}
-
-func (b *below) flushQueue(ctx context.Context) error {
 	mark := make(chan struct{})
 	select {
 	case b.queue <- job{mark: mark}:
@@ -387,9 +338,6 @@ func (b *below) flushQueue(ctx context.Context) error {
 
 // forget drops what waits and what was fetched. No call is running.
 func (b *below) forget() {
-	b.laterMu.Lock()
-	b.later = nil
-	b.laterMu.Unlock()
 	for {
 		select {
 		case j := <-b.queue:

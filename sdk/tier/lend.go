@@ -5,7 +5,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/place"
 )
 
@@ -33,9 +32,10 @@ type loan struct {
 }
 
 // mostLent is how many slots are lent. It is none where a block that is offered need not be kept, or not for ever: what
-// the host has written has been acknowledged already. ARC has to know the key for which it evicts.
+// the host has written has been acknowledged already. ARC has to know the key for which it evicts, and what lies below may be read by others,
+// to whom a block that was acknowledged must not come later than by message.
 func (o *Options) mostLent(slots int) int {
-	if !o.Lend || o.Placement == nil || o.StoreThreshold > 1 || o.TenantBytes > 0 || o.TTL > 0 || o.Policy == ARC {
+	if !o.Lend || o.Placement == nil || o.StoreThreshold > 1 || o.TenantBytes > 0 || o.TTL > 0 || o.Policy == ARC || o.Lower != nil {
 		return 0
 	}
 	return slots / lentShare
@@ -109,9 +109,8 @@ func (m *memory) back(serials []uint64) {
 	l.n.Store(int32(len(l.list)))
 }
 
-// settle takes note of what the host has written into lent slots. came is called for each block that memory has now, and whose slot is
-// pinned for as long.
-func (m *memory) settle(came func(k connector.StoreKey, id uint32)) {
+// settle takes note of what the host has written into lent slots.
+func (m *memory) settle() {
 	l := &m.loans
 	if l.n.Load() == 0 || !m.anyWritten() {
 		return
@@ -128,7 +127,6 @@ func (m *memory) settle(came func(k connector.StoreKey, id uint32)) {
 			m.index.Back(one.id)
 			return true
 		}
-		came(h.Key, one.id)
 		m.index.Release(one.id)
 		return true
 	})
@@ -150,7 +148,6 @@ func (m *memory) anyWritten() bool {
 // adopt makes a block visible that the host has written, and leaves it pinned. Of one that is there already the later one stays (rule
 // PLACE-13).
 func (m *memory) adopt(one *loan, h *place.Header) bool {
-	m.lowered[one.id].Store(notLowered)
 	if !m.index.Settle(one.id, h.Key, func(old uint32) bool {
 		was, ok := m.header(old)
 		return ok && was.Serial > one.serial
@@ -170,15 +167,6 @@ func (m *memory) void() {
 	}
 }
 
-// settle takes note of what the host has written. The caller holds the gate.
-func (s *Store) settle() {
-	s.memory.settle(func(k connector.StoreKey, id uint32) {
-		if s.below != nil {
-			s.below.used(k, id, true) // many come at once
-		}
-	})
-}
-
 // Lends implements sdk.Lending.
 func (s *Store) Lends() int { return s.memory.loans.most }
 
@@ -186,7 +174,7 @@ func (s *Store) Lends() int { return s.memory.loans.most }
 func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
-	s.settle()
+	s.memory.settle()
 	return s.memory.lend(n)
 }
 
@@ -194,6 +182,6 @@ func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
 func (s *Store) Back(serials []uint64) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
-	s.settle()
+	s.memory.settle()
 	s.memory.back(serials)
 }

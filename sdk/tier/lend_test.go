@@ -1,7 +1,6 @@
 package tier_test
 
 import (
-	"context"
 	"math/rand/v2"
 	"sync/atomic"
 	"testing"
@@ -23,7 +22,7 @@ type lenderEnd struct {
 
 func newLenderEnd(t *testing.T, slots int, change func(o *tier.Options)) *lenderEnd {
 	h := newHostEndOf(t, slots, func(o *tier.Options) {
-		o.Lend = true
+		o.Lend, o.Lower = true, nil
 		change(o)
 	})
 	lender, ok := h.worker.(connector.Lender)
@@ -96,90 +95,27 @@ func TestLentSlots(t *testing.T) {
 		require.Equal(t, h.kv.View(0, 20), h.kv.View(0, 40))
 		require.Equal(t, []uint32{slot}, h.placed(to))
 		require.Equal(t, 1, h.ask(connector.Lending{Want: 5, Written: h.blocks(276, 277).Blocks}))
-		require.NoError(t, h.store.Flush(t.Context()))
 		for first := 0; first < slots; first += 32 {
 			require.NoError(t, h.save(h.blocks(first, first+32)))
 		}
 		if policy == tier.LRU {
 			require.Empty(t, h.placed(to), "it is evicted as others are")
 		}
-		require.Equal(t, 1, h.offered(to), "and has been written behind")
 	}
 }
 
-// Nothing is lent where not every block that is offered is kept.
+// Nothing is lent where not every block that is offered is kept, nor where others read what lies below.
 func TestLendsNothing(t *testing.T) {
 	for name, change := range map[string]func(o *tier.Options){
 		"quota": func(o *tier.Options) { o.TenantBytes = 1 << 20 }, "threshold": func(o *tier.Options) { o.StoreThreshold = 2 },
 		"ttl": func(o *tier.Options) { o.TTL = time.Hour }, "few slots": func(o *tier.Options) { o.Slots = 127 },
-		"nobody reads": func(o *tier.Options) { o.Placement = nil }, "arc": func(o *tier.Options) { o.Policy = tier.ARC }, "not said": func(o *tier.Options) { o.Lend = false },
+		"nobody reads": func(o *tier.Options) { o.Placement = nil }, "arc": func(o *tier.Options) { o.Policy = tier.ARC },
+		"something below": func(o *tier.Options) { o.Lower = folder{t.TempDir()} }, "not said": func(o *tier.Options) { o.Lend = false },
 	} {
 		h := newLenderEnd(t, 256, change)
 		require.Zero(t, h.lender.Lends(), name)
 		require.Zero(t, h.ask(connector.Lending{Want: 5}), name)
 	}
-}
-
-// Of many blocks that the host has written before the Store takes note of any, each is written below, however few may wait for that at a time.
-func TestLentBlocksAreWrittenBelow(t *testing.T) {
-	h := newLenderEnd(t, 1280, func(o *tier.Options) { o.WriteBehind = 1 })
-	require.Equal(t, 10, h.ask(connector.Lending{Want: 10}))
-	for n := range 10 {
-		h.write(h.blocks(n, n+1))
-	}
-	require.NoError(t, h.store.Flush(t.Context()))
-	_, lower := h.store.Counts()
-	require.EqualValues(t, 10, lower.WriteBacks)
-	require.Zero(t, lower.Dropped)
-}
-
-// heldLower is a tier below whose writes go on one by one.
-type heldLower struct {
-	connector.Store
-	began chan struct{} // a write has begun
-	turn  chan struct{} // it goes on; closed: all do
-}
-
-func (l *heldLower) Put(ctx context.Context, items []connector.Item) error {
-	l.began <- struct{}{}
-	<-l.turn
-	return l.Store.Put(ctx, items)
-}
-
-// What waits for room in the write-behind queue leaves some of it to blocks that are saved by message, and does not grow without end.
-func TestLentBlocksLeaveRoomBelow(t *testing.T) {
-	const most, queue = 64, 32 // a write takes 16 of them
-	lower := &heldLower{began: make(chan struct{}, 1000), turn: make(chan struct{})}
-	h := newLenderEnd(t, 128*most, func(o *tier.Options) {
-		lower.Store, o.Lower, o.WriteBehind = o.Lower, lower, queue
-	})
-	settled := func(first, end int) tier.Stats {
-		for n := first; n < end; n++ {
-			h.write(h.blocks(n, n+1))
-		}
-		_, now := h.store.Counts()
-		return now
-	}
-	require.Equal(t, most, h.ask(connector.Lending{Want: most}))
-	settled(0, 1)
-	<-lower.began
-	require.Zero(t, settled(1, most).Dropped, "the queue is full, and others wait for it")
-	require.Equal(t, most, h.ask(connector.Lending{Want: most}))
-	dropped := settled(most, 2*most).Dropped
-	require.EqualValues(t, 2*most-1-queue-most, dropped, "no more wait than are lent at a time")
-	for range 3 {
-		lower.turn <- struct{}{}
-		<-lower.began
-	}
-	byMessage := h.blocks(1000, 1000+queue)
-	slots, err := h.worker.SavePlaced(t.Context(), byMessage, h.kv, nil)
-	require.NoError(t, err)
-	require.Len(t, slots, queue)
-	close(lower.turn)
-	require.NoError(t, h.store.Flush(t.Context()))
-	_, written := h.store.Counts()
-	require.Equal(t, dropped, written.Dropped, "none of those that were saved by message")
-	require.EqualValues(t, 2*most+queue-int(dropped), written.WriteBacks)
 }
 
 // Rule PLACE-32: whoever asks for a block does not wait until others are evicted for slots that are going to be lent.
@@ -280,7 +216,7 @@ func TestLentAndSavedByMessage(t *testing.T) {
 // Whatever happens to them, no slot is lost.
 func TestNoLentSlotIsLost(t *testing.T) {
 	const slots = 384
-	h := newLenderEnd(t, slots, func(o *tier.Options) { o.Policy, o.Lower = tier.S3FIFO, nil })
+	h := newLenderEnd(t, slots, func(o *tier.Options) { o.Policy = tier.S3FIFO })
 	rng := rand.New(rand.NewPCG(172, 0))
 	for range 4000 {
 		n := rng.IntN(450)

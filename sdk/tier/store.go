@@ -82,7 +82,9 @@ func (s *Store) Slots() int { return s.memory.slots }
 // is in Disk.Counts.
 func (s *Store) Counts() (memory, lower Stats) {
 	if s.gate.TryRLock() { // numbers do not wait for a Reset
-		s.note()
+		if !s.left {
+			s.memory.settle()
+		}
 		s.gate.RUnlock()
 	}
 	memory = s.mem.Now()
@@ -97,7 +99,7 @@ func (s *Store) Counts() (memory, lower Stats) {
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
-	s.settle()
+	s.memory.settle()
 	found := make([]int, len(runs))
 	for i, keys := range runs {
 		found[i] = s.inMemory(keys, 0)
@@ -157,7 +159,7 @@ func (s *Store) lookupBelow(ctx context.Context, runs [][]connector.StoreKey, fo
 func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
-	s.settle()
+	s.memory.settle()
 	errs := make([]error, len(items))
 	absent := s.fromMemory(ctx, items, errs)
 	if len(absent) > 0 && s.below != nil {
@@ -213,7 +215,7 @@ func (s *Store) fromMemory(ctx context.Context, items []connector.Item, errs []e
 
 func (s *Store) writeBehind(k connector.StoreKey, id uint32) {
 	if s.below != nil {
-		s.below.used(k, id, false)
+		s.below.used(k, id)
 	}
 }
 
@@ -239,7 +241,7 @@ func (s *Store) promote(ctx context.Context, items []connector.Item, from []int,
 func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
-	s.settle()
+	s.memory.settle()
 	slots := make([]uint32, 0, len(keys))
 	for _, k := range keys {
 		if id := s.memory.index.entry(k); id != none && !s.memory.expired(id) {
@@ -253,7 +255,7 @@ func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 func (s *Store) Used(slots []uint32) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
-	s.settle()
+	s.memory.settle()
 	for _, id := range slots {
 		k, ok := s.memory.index.use(id)
 		if !ok {
@@ -276,7 +278,7 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if s.below != nil {
 		s.below.look()
 	}
-	s.settle()
+	s.memory.settle()
 	p := &put{store: s, ctx: ctx, items: items, errs: make([]error, len(items))}
 	if s.o.TTL > 0 {
 		until := time.Now().Add(s.o.TTL).UnixMilli()
@@ -300,7 +302,7 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	}
 	s.gate.Lock()
 	defer s.gate.Unlock()
-	s.settle()
+	s.memory.settle()
 	s.memory.void()
 	if s.below != nil {
 		s.below.writes.resume()
@@ -321,22 +323,7 @@ func (s *Store) Flush(ctx context.Context) error {
 	if s.below == nil {
 		return nil
 	}
-	s.takeNote()
 	return s.below.flush(ctx)
-}
-
-// takeNote takes note of what the host has written, unless the store is closed.
-func (s *Store) takeNote() {
-	s.gate.RLock()
-	defer s.gate.RUnlock()
-	s.note()
-}
-
-// note is takeNote for whoever holds the gate.
-func (s *Store) note() {
-	if !s.left {
-		s.settle()
-	}
 }
 
 // closeWait is how long Close goes on writing to the lower tier, and how long Reset waits for what is being written there.
@@ -348,7 +335,6 @@ func (s *Store) Close() error {
 	if s.closed.Swap(true) {
 		return nil
 	}
-	s.takeNote()
 	if s.below != nil { // before the gate, which a write holds as long as it likes
 		ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 		defer cancel()
@@ -523,7 +509,7 @@ type Options struct {
 	arena     []byte // of which Placement is
 	// Lend has the Store lend the host slots, which writes there what it saves and tells the Store later (sdk.Lending). Put is not called for that, so
 	// a Store around this one whose Put does more leaves it out. Nothing is lent where not every block is kept: with a StoreThreshold, TTL or
-	// TenantBytes; nor with the policy ARC, which has to know the key for which it evicts.
+	// TenantBytes; nor with the policy ARC, which has to know the key for which it evicts; nor with a Lower, which would get blocks later than by Put.
 	Lend bool
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
@@ -552,8 +538,7 @@ type Options struct {
 	// AdmitAfter is how often a block is stored or loaded before it is written to Lower; 0: twice, 1:
 	// every block.
 	AdmitAfter int
-	// WriteBehind is how many blocks may wait to be written to Lower; 0: 1024. More are dropped, but of those that the host has written into
-	// lent slots as many wait beside them as are lent at a time.
+	// WriteBehind is how many blocks may wait to be written to Lower; 0: 1024. More are dropped.
 	WriteBehind int
 	// Prefetch is how many blocks of a run are fetched from Lower when Lookup has found them there; 0:
 	// none.
