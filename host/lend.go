@@ -142,14 +142,42 @@ func (p *placement) voidLoans() {
 	}
 }
 
+// asks says whether the plugin may be asked, and has resets wait for that. During one what it lends is void, and it may answer only after the
+// reset, whose end wakes whoever asks.
+func (p *placement) asks(pool *pool) bool {
+	pool.busy <- struct{}{}
+	if p.paused() {
+		<-pool.busy
+		return false
+	}
+	return true
+}
+
+// quiet waits until nobody asks the plugin for slots, and while it is paused nobody does again.
+func (p *placement) quiet(ctx context.Context) error {
+	if p == nil {
+		return nil
+	}
+	for _, pool := range p.pools {
+		select {
+		case pool.busy <- struct{}{}:
+			<-pool.busy
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
 // borrow keeps slots lent to a rank as long as the generation lives, and tells the plugin what was written there.
 func (g *generation) borrow(life context.Context, number int, w connector.Lender) {
 	p := g.h.place.pools[number]
 	for p.wait(life) {
-		if g.h.place.paused.Load() { // what it lends is void, and it may answer only after the reset, whose end wakes this again
+		if !g.h.place.asks(p) {
 			continue
 		}
 		enough, err := g.h.lend(life, number, w)
+		<-p.busy
 		switch {
 		case life.Err() != nil:
 		case err == nil && !enough: // all slots are pinned: no call for each save beside it

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -104,11 +105,11 @@ func TestSaveLentInDoubt(t *testing.T) {
 	require.NoError(t, wrong)
 	require.False(t, over)
 	require.Equal(t, 2, r.lent(0))
-	r.p.pause()
+	resume := r.p.pause()
 	require.False(t, r.saveLent(0, connector.Transfer{Blocks: bs[3:]}), "a reset is under way")
 	require.Zero(t, r.lent(0))
 	r.lend(0, 1)
-	r.p.resume()
+	resume()
 	require.Zero(t, r.lent(0), "it may have been lent before the reset")
 	told, _ := r.p.pools[0].ask()
 	require.Len(t, told.Back, 3)
@@ -340,8 +341,9 @@ func TestLendAnswersLate(t *testing.T) {
 		l, _ := r.pool.ask()
 		require.Equal(t, []uint64{8, 9}, l.Back)
 	}
-	during(r.place.pause)
-	during(r.place.resume)
+	var resume func()
+	during(func() { resume = r.place.pause() })
+	during(func() { resume() })
 	during(func() { r.pool.open(16) })
 }
 
@@ -381,24 +383,81 @@ func TestBorrow(t *testing.T) {
 	require.GreaterOrEqual(t, calls, 2)
 }
 
-// Rule PLACE-34: the plugin is not asked while it is reset, which may take longer than an answer, and it is asked afterwards.
-func TestBorrowWaitsForAReset(t *testing.T) {
-	r := newLendRig(t)
-	r.place.pause()
-	life, end := context.WithCancel(t.Context())
-	defer end()
-	var during []bool
-	var borrows sync.WaitGroup
+// borrowing has the host ask for slots until the end of the test, or that of the life that answer may call.
+func (r *lendRig) borrowing(answer func(end context.CancelFunc) (*connector.Loan, error)) (borrows *sync.WaitGroup) {
+	life, end := context.WithCancel(r.t.Context())
+	borrows = &sync.WaitGroup{}
 	borrows.Go(func() {
 		p := &thisProcess{done: make(chan struct{})}
 		r.Host.newGeneration(2, p, noScheduler{}).borrow(life, 0, answering{answer: func(*connector.Lending) (*connector.Loan, error) {
-			during = append(during, r.place.paused.Load())
-			end()
-			return nil, plugin.ErrLost
+			return answer(end)
 		}})
 	})
-	require.Eventually(t, func() bool { return len(r.pool.low)+len(r.pool.late) == 0 }, time.Minute, time.Millisecond, "it looks")
-	r.place.resume()
+	r.t.Cleanup(func() {
+		end()
+		borrows.Wait()
+	})
+	return borrows
+}
+
+// Rule PLACE-34: the plugin is not asked while it is reset, which may take longer than an answer, and it is asked afterwards. Another reset
+// may begin meanwhile, and one of a former life ends.
+func TestBorrowWaitsForResets(t *testing.T) {
+	r := newLendRig(t)
+	former := r.place.pause()
+	r.placed.life()
+	require.False(t, r.place.paused())
+	first, second := r.place.pause(), r.place.pause()
+	former()
+	r.pool.open(16)
+	r.pool.take(3)
+	var over atomic.Bool
+	var asked []bool
+	borrows := r.borrowing(func(end context.CancelFunc) (*connector.Loan, error) {
+		asked = append(asked, over.Load())
+		end()
+		return nil, plugin.ErrLost
+	})
+	looks := func() {
+		require.Eventually(t, func() bool { return len(r.pool.low)+len(r.pool.late) == 0 }, time.Minute, time.Millisecond, "it looks")
+		require.NoError(t, r.place.quiet(t.Context()))
+	}
+	looks()
+	first()
+	looks()
+	require.True(t, r.place.paused())
+	over.Store(true)
+	second()
 	borrows.Wait()
-	require.Equal(t, []bool{false}, during)
+	require.NotEmpty(t, asked)
+	require.NotContains(t, asked, false)
+}
+
+// resetter is a side that is reset.
+type resetter func() bool
+
+func (r resetter) Reset(context.Context) (bool, error) { return r(), nil }
+
+// Rule PLACE-34: a reset that begins while the plugin is asked waits for the answer, but not longer than its own deadline.
+func TestResetWaitsForLend(t *testing.T) {
+	r := newLendRig(t)
+	asked, free := make(chan struct{}), make(chan struct{})
+	var answered atomic.Bool
+	r.borrowing(func(end context.CancelFunc) (*connector.Loan, error) {
+		close(asked)
+		<-free
+		answered.Store(true)
+		end()
+		return nil, connector.ErrBusy
+	})
+	<-asked
+	defer r.place.pause()()
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := r.Host.resetBy(over, resetter(func() bool { panic("it is not called") }))
+	close(free)
+	require.ErrorIs(t, err, context.Canceled)
+	after, err := r.Host.resetBy(t.Context(), resetter(answered.Load))
+	require.NoError(t, err)
+	require.True(t, after)
 }

@@ -37,14 +37,15 @@ type placement struct {
 
 	complete atomic.Bool // the plugin has nothing but what it has named
 
-	paused atomic.Bool // a reset is on its way
-	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
+	resets atomic.Pointer[atomic.Int32] // that are on their way in this life
+	loads  atomic.Bool                  // a load of this life has named slots, so the plugin knows what loads are told, too
 
 	used uses // for the next save or load by message to tell
 }
 
 func newPlacement(layout *connector.Layout, shape connector.Fingerprint, world int, failed func(blocks, damaged int)) *placement {
 	p := &placement{layout: layout, shape: shape, world: world, failed: failed}
+	p.resets.Store(new(atomic.Int32))
 	for range world {
 		p.pools = append(p.pools, newPool())
 	}
@@ -82,7 +83,7 @@ func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, e
 		return nil, err
 	}
 	p.complete.Store(complete)
-	p.paused.Store(false)
+	p.resets.Store(new(atomic.Int32))
 	p.loads.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
 	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
@@ -136,26 +137,27 @@ func (p *placement) close() {
 	p.host, p.kv = nil, nil
 }
 
-// pause forgets everything until resume: what the plugin has is being reset (rule PLACE-24). It does not wait for loads.
-func (p *placement) pause() {
-	if p != nil {
-		p.paused.Store(true)
-		p.forget()
-		p.voidLoans()
+// pause forgets everything until resume is called: what the plugin has is being reset (rule PLACE-24). It does not wait for loads. What was
+// said meanwhile is not believed. Resets may overlap, and one of a former life ends none of this one.
+func (p *placement) pause() (resume func()) {
+	if p == nil {
+		return func() {}
 	}
-}
-
-// resume ends pause. What was said meanwhile is not believed.
-func (p *placement) resume() {
-	if p != nil {
+	resets := p.resets.Load()
+	resets.Add(1)
+	p.forget()
+	p.voidLoans()
+	return func() {
 		p.forget()
 		p.voidLoans()
-		p.paused.Store(false)
+		resets.Add(-1)
 		for _, pool := range p.pools {
 			pool.wake()
 		}
 	}
 }
+
+func (p *placement) paused() bool { return p.resets.Load().Load() > 0 }
 
 func (p *placement) forget() {
 	p.mu.RLock()
@@ -171,7 +173,7 @@ func (p *placement) enter() bool {
 	if p == nil || !p.mu.TryRLock() {
 		return false
 	}
-	if p.host == nil || p.paused.Load() {
+	if p.host == nil || p.paused() {
 		p.mu.RUnlock()
 		return false
 	}

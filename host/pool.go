@@ -23,6 +23,7 @@ const (
 type pool struct {
 	low  chan struct{} // there are few slots
 	late chan struct{} // the plugin has to hear something
+	busy chan struct{} // full while the plugin is asked
 
 	mu      sync.Mutex
 	most    int // that the plugin lends; 0: none
@@ -36,7 +37,7 @@ type pool struct {
 }
 
 func newPool() *pool {
-	return &pool{low: make(chan struct{}, 1), late: make(chan struct{}, 1)}
+	return &pool{low: make(chan struct{}, 1), late: make(chan struct{}, 1), busy: make(chan struct{}, 1)}
 }
 
 // open begins a life of the plugin, which lends that many slots at a time. It knows nothing of what was lent before.
