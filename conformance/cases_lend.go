@@ -163,14 +163,18 @@ func (l *lending) lentBeforeReset() {
 	l.resident(l.write(l.some(3, connector.Lending{}))...)
 }
 
+// mostBack is how many serials lentBack remembers: said twice, and two more with them, they are as many as a call of Lend may have.
+const mostBack = 1<<15 - 1
+
 func lentBack(p *placing) {
 	l := p.lending()
-	most := l.lender.Lends()
+	most := min(l.lender.Lends(), mostBack)
 	var back []uint64
+	written := 0
 	for range min(1000, 2*l.env.Placement.Slots/most+2) {
 		loans := l.some(most, connector.Lending{Back: append(back, 1<<39, 0)})
-		if len(loans) > 1 { // one is written
-			l.write(loans[:1])
+		if len(loans) > 1 && written < l.env.Placement.Slots/2 { // one is written, and there is room for the save at the end
+			written += len(l.write(loans[:1]))
 			loans = loans[1:]
 		}
 		was := back
@@ -179,7 +183,7 @@ func lentBack(p *placing) {
 			back = append(back, loan.Serial)
 		}
 		back = append(back, was...) // again, as a host does that has not heard the answer
-		back = back[:min(len(back), 4*most)]
+		back = back[:min(len(back), 4*most, mostBack)]
 	}
 	l.ask(connector.Lending{Back: append(back, back...)})
 	bs := blocks(slots/2, l.keys(5)...)
