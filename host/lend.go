@@ -65,8 +65,9 @@ func (p *placement) save(ctx context.Context, r *rank, number int, t *connector.
 		writes[i] = lentWrite{loan: loans[i], block: t.Blocks[i], key: keys[i], tenant: t.Tenant, empty: true}
 	}
 	all := r.shareUntil(ctx, len(writes), func(i int) { p.write(r, &maker, &writes[i]) })
-	written, empty, wrong := ended(writes)
+	written, empty, broken, wrong := ended(writes)
 	p.pools[number].put(len(writes), round, written, empty)
+	p.pools[number].giveBack(broken)
 	return all && len(written) == len(writes), wrong
 }
 
@@ -80,12 +81,14 @@ type lentWrite struct {
 	err    error
 }
 
-// ended says what has become of lent slots: blocks were written there, and the slots are their IDs; or they are as they were. The
-// error says that no honest plugin lends such slots.
-func ended(writes []lentWrite) (written []connector.Block, empty []place.Loan, wrong error) {
+// ended says what has become of lent slots: blocks were written there, and the slots are their IDs; or they are as they were, and of some the
+// memory is broken. The error says that no honest plugin lends such slots.
+func ended(writes []lentWrite) (written []connector.Block, empty, broken []place.Loan, wrong error) {
 	for i := range writes {
 		w := &writes[i]
 		switch refused, is := errors.AsType[*place.RefusalError](w.err); {
+		case w.empty && errors.Is(w.err, shm.ErrFault):
+			broken = append(broken, w.loan)
 		case w.empty:
 			empty = append(empty, w.loan)
 		case w.err == nil:
@@ -94,7 +97,7 @@ func ended(writes []lentWrite) (written []connector.Block, empty []place.Loan, w
 			wrong = refused
 		}
 	}
-	return written, empty, wrong
+	return written, empty, broken, wrong
 }
 
 // anyKnown says whether some of the keys are those of resident blocks: what becomes of them is the plugin's to say.
@@ -172,7 +175,7 @@ func (p *placement) quiet(ctx context.Context) error {
 // borrow keeps slots lent to a rank as long as the generation lives, and tells the plugin what was written there.
 func (g *generation) borrow(life context.Context, number int, w connector.Lender) {
 	p := g.h.place.pools[number]
-	for p.wait(life) {
+	for p.wait(life) && life.Err() == nil {
 		if !g.h.place.asks(p) {
 			continue
 		}
@@ -199,7 +202,9 @@ func (h *Host) lend(life context.Context, number int, w connector.Lender) (enoug
 	ctx, cancel := context.WithTimeout(life, h.cfg.Settings.Deadlines.Save+h.cfg.Settings.Deadlines.Grace)
 	defer cancel()
 	l, round := p.ask()
-	l.Used = h.place.takeUsed()
+	if p.hears() {
+		l.Used = h.place.takeUsed()
+	}
 	var loan *connector.Loan
 	if err = fault.Point("host.lend"); err == nil {
 		loan, err = w.Lend(ctx, &l)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -16,6 +17,7 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 	"github.com/kvport/kvport/internal/digest"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
 )
 
@@ -246,13 +248,32 @@ func TestPool(t *testing.T) {
 	require.Nil(t, loans, "never that many")
 	loans, _ = p.take(5)
 	require.Len(t, loans, 5, "which says nothing about less")
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	for p.wait(ctx) { // what was signalled before
-	}
+	p.ask() // what was signalled before
+	p.open(0)
+	p.open(40)
+	require.Empty(t, p.low, "nothing was saved in this life")
+	require.Zero(t, p.target())
 	p.open(0)
 	loans, _ = p.take(1)
 	require.Nil(t, loans)
+}
+
+// A slot whose memory is gone is given back, one of a save that did not begin is used by the next one.
+func TestLentSlotFaults(t *testing.T) {
+	loans := []place.Loan{{Slot: 1, Serial: 11}, {Slot: 2, Serial: 12}, {Slot: 3, Serial: 13}}
+	written, empty, broken, wrong := ended([]lentWrite{
+		{loan: loans[0], empty: true}, {loan: loans[1], empty: true, err: fmt.Errorf("address: %w", shm.ErrFault)}, {loan: loans[2], empty: true, err: place.ErrSaving},
+	})
+	require.NoError(t, wrong)
+	require.Empty(t, written)
+	require.Equal(t, []place.Loan{loans[0], loans[2]}, empty)
+	require.Equal(t, loans[1:2], broken)
+	p := newPool()
+	p.open(16)
+	p.giveBack(broken)
+	require.True(t, p.wait(t.Context()))
+	l, _ := p.ask()
+	require.Equal(t, []uint64{12}, l.Back)
 }
 
 // answering is a worker whose answers to Lend a test makes up.
@@ -299,11 +320,12 @@ func TestLendFails(t *testing.T) {
 		require.ErrorIs(t, err, fails)
 		require.False(t, enough)
 	}
+	r.place.used.note([]place.Ref{{Slot: 9}})
 	enough, err := r.lend(&connector.Loan{Slots: []uint32{1, 2}, Serial: 1}, nil)
 	require.NoError(t, err)
 	require.False(t, enough, "the plugin has no more now")
 	require.Equal(t, 2, r.placed.lent(0))
-	r.told = connector.Lending{Want: 14}
+	r.told = connector.Lending{Want: 14, Used: []uint32{9}} // which it was not told while it failed
 	enough, err = r.lend(&connector.Loan{Slots: []uint32{3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, Serial: 3}, nil)
 	require.NoError(t, err)
 	require.True(t, enough)

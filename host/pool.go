@@ -34,18 +34,23 @@ type pool struct {
 	written []connector.Block
 	round   uint64 // what was lent in a former one is not used
 	idle    bool   // nothing was saved since the last look
+	failed  bool   // the last call was not answered, or with an error
 }
 
 func newPool() *pool {
 	return &pool{low: make(chan struct{}, 1), late: make(chan struct{}, 1), busy: make(chan struct{}, 1)}
 }
 
-// open begins a life of the plugin, which lends that many slots at a time. It knows nothing of what was lent before.
+// open begins a life of the plugin, which lends that many slots at a time. It knows nothing of what was lent before. 0: it is about to open, and
+// nothing was saved in it.
 func (p *pool) open(most int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.round++
-	p.most, p.lent, p.out, p.back, p.written = most, nil, 0, nil, nil
+	p.most, p.lent, p.out, p.back, p.written, p.failed = most, nil, 0, nil, nil, false
+	if most == 0 {
+		p.size = 0
+	}
 	p.signal()
 }
 
@@ -60,10 +65,23 @@ func (p *pool) void() {
 
 // release gives every slot back. The caller holds mu.
 func (p *pool) release() {
-	for _, l := range p.lent {
+	p.unwanted(p.lent)
+	p.lent = nil
+}
+
+// unwanted notes slots that are to be given back. The caller holds mu.
+func (p *pool) unwanted(loans []place.Loan) {
+	for _, l := range loans {
 		p.back = append(p.back, l.Serial)
 	}
-	p.lent = nil
+}
+
+// giveBack is unwanted for whoever does not hold mu.
+func (p *pool) giveBack(loans []place.Loan) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.unwanted(loans)
+	p.signal()
 }
 
 // rest gives slots back that nobody has needed for a while: they are room that nothing is kept in.
@@ -157,9 +175,7 @@ func (p *pool) restore(round uint64, loans []place.Loan) {
 		p.lent = append(p.lent, loans...)
 		return
 	}
-	for _, l := range loans {
-		p.back = append(p.back, l.Serial)
-	}
+	p.unwanted(loans)
 }
 
 // wait waits until the plugin has to be called; false: ctx has ended.
@@ -207,15 +223,24 @@ func (p *pool) unheard(l *connector.Lending) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	later := p.written
+	p.failed = true
 	p.written, p.back = l.Written, append(l.Back, p.back...)
 	p.wrote(later)
 	p.signal()
+}
+
+// hears says whether the plugin has answered the last call: what it does not hear of reads is not told again.
+func (p *pool) hears() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.failed
 }
 
 // answered takes what the plugin has lent. The error says that no honest plugin lends that.
 func (p *pool) answered(round uint64, want int, loan *connector.Loan) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.failed = false
 	if len(loan.Slots) > want {
 		return fmt.Errorf("%d slots are lent, %d were wanted", len(loan.Slots), want)
 	}
