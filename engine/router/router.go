@@ -143,7 +143,7 @@ type Router struct {
 	ending   time.Duration // maxEnding, but in tests
 	draining atomic.Bool
 	refusals apikeys.Refusals // of registrations
-	foreign  sync.Once        // tells of an id that another router has made
+	foreign  sync.Once        // has the log say that an id is of another router
 }
 
 // New makes a Router. Errors name the URL that is wrong.

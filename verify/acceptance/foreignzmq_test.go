@@ -222,7 +222,7 @@ const (
 	pushed  way = "pushed"
 )
 
-// differs says that blocks did not go this way: of those that the prefill engine has sent, so many were sent unasked, and for so many it was asked.
+// differs says that blocks did not go this way, by how many the prefill engine has sent unasked, and for how many it was asked.
 func (w way) differs(unasked, asked float64) error {
 	switch {
 	case w == fetched && unasked > 0:
