@@ -174,7 +174,7 @@ func TestProcessLife(t *testing.T) {
 	require.Eventually(t, func() bool { return state(p.PID()) == "T" }, time.Minute, time.Millisecond)
 	began := time.Now()
 	require.ErrorContains(t, p.Close(t.Context()), "it did not end when asked", "a stopped plugin cannot obey")
-	require.Less(t, time.Since(began), 2*plugin.ClosePatience)
+	require.Less(t, time.Since(began), time.Minute, "soon after its patience, however busy the machine, and not never")
 	leaks()
 }
 

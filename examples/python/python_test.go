@@ -116,7 +116,7 @@ func (r *rig) start(name string, args ...string) *cluster.Process {
 // stop asks an engine to drain, which closes its plugin's sides.
 func (r *rig) stop(p *cluster.Process) {
 	r.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	require.NoError(r, p.Stop(ctx))
 }

@@ -66,7 +66,8 @@ func TestAttachInAnyOrder(t *testing.T) {
 // A producer's ticket is there at once, and the consumer's match waits for what it promises.
 func TestTicketBetweenAgents(t *testing.T) {
 	dir := t.TempDir()
-	po, do := spawn(t, config(dir, nil)), open(t, config(dir, nil), nil)
+	patient := map[string]any{"deadlines": map[string]any{"later": "1m"}}
+	po, do := spawn(t, config(dir, nil)), open(t, config(dir, patient), nil)
 	pw, dw := worker(t, po.socket, rankAt(0, 1)), worker(t, do.socket, rankAt(0, 1))
 	pw.attached()
 	dw.attached()
@@ -218,7 +219,7 @@ func TestPluginKilledMidLoad(t *testing.T) {
 
 // A rank that does not read is cut; nobody else waits for it.
 func TestSlowReader(t *testing.T) {
-	o := open(t, config(t.TempDir(), nil), func(l *limits) { l.write = 300 * time.Millisecond })
+	o := open(t, config(t.TempDir(), nil), func(l *limits) { l.write = 2 * time.Second })
 	s := scheduler(t, o.socket)
 	slow, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: o.socket, Net: "unix"})
 	require.NoError(t, err)
@@ -249,7 +250,7 @@ func TestSlowReader(t *testing.T) {
 			return err
 		}))
 		return cut
-	}, 10*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 	require.NoError(t, unix.Munmap(p.mem))
 }
 

@@ -173,7 +173,7 @@ func (o *testAgent) end(t testing.TB) {
 	case err := <-o.done:
 		require.NoError(t, err)
 		o.done <- nil
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		require.FailNow(t, "the agent does not end")
 	}
 }
@@ -246,7 +246,7 @@ func (p *process) read() {
 // find waits for a message that fits and takes it.
 func (p *process) find(what string, fits func(*kvportv1.AgentAnswer) bool) *kvportv1.AgentAnswer {
 	p.t.Helper()
-	timeout := time.NewTimer(20 * time.Second)
+	timeout := time.NewTimer(time.Minute)
 	defer timeout.Stop()
 	for over := false; ; {
 		p.mu.Lock()
