@@ -308,8 +308,10 @@ func TestTicketOfAnotherKernel(t *testing.T) {
 // A connector that is made of others has a process for each: all are announced, also to a process that comes later.
 func TestSeveralPlugins(t *testing.T) {
 	one, two := config(t.TempDir(), nil), config(t.TempDir(), nil)
-	strip := func(c string) string { return strings.Replace(c, `,"kvport":{"heartbeat":{"limit":"1m"}}`, "", 1) }
-	o := open(t, fmt.Sprintf(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[%s,%s]}}`, strip(one), strip(two)), nil)
+	strip := func(c string) string {
+		return strings.Replace(c, `,"kvport":{"deadlines":{"handshake":"1m"},"heartbeat":{"limit":"1m"}}`, "", 1)
+	}
+	o := open(t, fmt.Sprintf(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[%s,%s]},"kvport":{"deadlines":{"handshake":"1m"}}}`, strip(one), strip(two)), nil)
 	w := worker(t, o.socket, rankAt(0, 1))
 	w.attached()
 	w.announced(2)

@@ -87,8 +87,15 @@ func regionSize(l *connector.Layout) int64 {
 
 // config is a transfer config for shared storage in dir.
 func config(dir string, settings map[string]any) string {
-	all := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
-	maps.Copy(all, settings)
+	deadlines := map[string]any{"handshake": "1m"}
+	all := map[string]any{"heartbeat": map[string]any{"limit": "1m"}, "deadlines": deadlines} // a busy machine is no fault
+	for name, value := range settings {
+		if more, ok := value.(map[string]any); ok && name == "deadlines" {
+			maps.Copy(deadlines, more)
+			continue
+		}
+		all[name] = value
+	}
 	list, err := fixture.Tree(os.DirFS("../.."))
 	if err != nil {
 		panic(err)
