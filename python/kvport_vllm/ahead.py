@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from typing import Any
 
 from .layout import full_attention
@@ -30,9 +31,8 @@ def foreseeable(vllm_config: Any, kv_cache_config: Any) -> bool:
 class Ahead:
     """Who is to be looked up beside the request that vLLM asks about.
 
-    A request is looked up ahead once, once more when the agent has news of it, and again when vLLM has asked about it without
-    admitting it. So one that waits for long in vLLM's queue costs two questions more than without this.
-    Of those that vLLM has not asked about yet only as many are known to the agent as one call takes.
+    They are as many as vLLM has got past in this pass of its scheduler, or as it asked about in its last one and not yet in this one.
+    A queue of which it admits one in each pass has nobody looked up who is not asked about; a queue of hits needs a few calls.
     """
 
     def __init__(self, pins: Pins, block_tokens: int) -> None:
@@ -41,20 +41,14 @@ class Ahead:
         self._pins = pins
         self._block_tokens = block_tokens
         self._refused = 0  # life of the agent that answers nothing ahead
-        self._due: dict[str, Tracked] = {}
-        self._asked: dict[str, Tracked] = {}  # about whom vLLM asked in this pass of its scheduler
-        self._foretold: set[str] = set()  # who was looked up, and vLLM has not asked yet
+        self._due: OrderedDict[str, Tracked] = OrderedDict()  # who waits and was not asked about in this pass, as vLLM's queue has them
+        self._asked: list[Tracked] = []  # about whom vLLM asked in this pass
+        self._last = 0  # how many these were in the last pass in which vLLM asked
 
     def wait(self, tracked: Tracked) -> None:
-        """Take a request about which vLLM will ask: it is new, was preempted, or its agent is gone with all answers."""
-        tracked.waits, tracked.stuck, tracked.news = True, False, False
+        """Take a request about which vLLM will ask: it is new, or was preempted."""
+        tracked.waits = True
         self._due[tracked.id] = tracked
-
-    def news(self, tracked: Tracked) -> None:
-        """Note that the agent would answer a question about a request by now. It says so also whenever it stops looking."""
-        if tracked.waits and not tracked.news:
-            tracked.news = True
-            self._due[tracked.id] = tracked
 
     def refused(self, life: int) -> None:
         """Note that the agent answers nothing ahead: its connector has what is asked for sent at once."""
@@ -62,49 +56,42 @@ class Ahead:
 
     def asked(self, tracked: Tracked) -> None:
         """Note that vLLM asks about a request, which it will do again in its next pass unless it is admitted now."""
-        self._due.pop(tracked.id, None)
-        self._foretold.discard(tracked.id)
-        tracked.news = False
-        if tracked.waits:
-            self._asked[tracked.id] = tracked
+        if self._due.pop(tracked.id, None) is not None:
+            self._asked.append(tracked)
 
     def admitted(self, tracked: Tracked) -> None:
         """Let go of a request that waits no more."""
         tracked.waits = False
         self._due.pop(tracked.id, None)
-        self._asked.pop(tracked.id, None)
-        self._foretold.discard(tracked.id)
 
     def pass_over(self) -> None:
-        """Note the end of a pass of vLLM's scheduler. Who was asked about comes first in the next one."""
-        for tracked in self._asked.values():
-            tracked.stuck = not tracked.later_since  # it has its answer, and there was no room for it
-        if self._asked:
-            self._due = {**self._asked, **self._due}
-            self._asked = {}
+        """Note the end of a pass of vLLM's scheduler. Who was asked about and waits still comes first in the next one."""
+        if not self._asked:
+            return
+        self._last = len(self._asked)
+        for tracked in reversed(self._asked):
+            if tracked.waits:
+                self._due[tracked.id] = tracked
+                self._due.move_to_end(tracked.id, last=False)
+        self._asked = []
 
     def take(self, head: Tracked, life: int, now: float, most: int = MOST_HASHES) -> list[tuple[Tracked, int]]:
-        """Give who is looked up now beside the request that vLLM asks about, each with the tokens that vLLM has cached of it.
-
-        It is nobody beside a request that has its answer and was not admitted: vLLM does not get past it.
-        """
+        """Give who is looked up now beside the request that vLLM asks about, each with the tokens that vLLM has cached of it."""
         out: list[tuple[Tracked, int]] = []
-        if not self.on or self._refused == life or head.stuck:
+        asked = len(self._asked)
+        number = min(AT_MOST, max(asked - 1, self._last - asked))
+        if not self.on or self._refused == life or number <= 0:
             return out
         room = most - len(head.request.block_hashes)
-        new = AT_MOST - len(self._foretold)
         for tracked in itertools.islice(self._due.values(), 4 * AT_MOST):
-            request, first = tracked.request, tracked.id not in self._foretold
-            if len(out) == AT_MOST:
+            request = tracked.request
+            if len(out) == number:
                 break
-            if tracked is head or len(request.block_hashes) > room or (first and not new) or not tracked.can_be_asked(life, now):
+            if tracked is head or len(request.block_hashes) > room or not tracked.can_be_asked(life, now):
                 continue
             cached = self._pins.leading(request.block_hashes, (request.num_tokens - 1) // self._block_tokens)
             if cached is None:
                 return []
             out.append((tracked, cached * self._block_tokens))
-            room, new = room - len(request.block_hashes), new - first
-        for tracked, _ in out:
-            del self._due[tracked.id]
-            self._foretold.add(tracked.id)
+            room -= len(request.block_hashes)
         return out

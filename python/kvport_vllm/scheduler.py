@@ -478,7 +478,6 @@ class SchedulerSide:
         elif kind == ANSWERED and event.request in self.requests:
             self.requests[event.request].ask_again = 0.0
             self.requests[event.request].memo = None
-            self.ahead.news(self.requests[event.request])
 
     def _take_news(self, news: Any) -> None:
         if news.DESCRIPTOR.name == "AgentBlocks":
@@ -501,8 +500,6 @@ class SchedulerSide:
         for tracked in self.requests.values():
             tracked.memo, tracked.later_since, tracked.have, tracked.told = None, 0.0, 0, 0
             tracked.private = tracked.unverified
-            if tracked.waits:
-                self.ahead.wait(tracked)
 
     def _without_history(self) -> Any:
         step = self._step_type()

@@ -55,8 +55,14 @@ def start(here, monkeypatch):
         engine.close()
 
 
+def deep(engine):
+    """Have the next lookup take along as many as a call may: as if vLLM had asked about so many in its last pass."""
+    engine.scheduler.scheduler.ahead._last = 1 << 10
+
+
 def arrive(engine, n=N, blocks=4):
-    """Add requests for what is stored, of which one to four blocks are, in turns."""
+    """Add requests for what is stored, of which one to four blocks are, in turns; the first lookup takes the others along."""
+    deep(engine)
     out = []
     for i in range(n):
         have = keys(4)[: 1 + i % 4]
@@ -197,24 +203,31 @@ def test_what_is_cached_is_not_asked_for(start):
     assert asked == [False, True, True, False, False], "an answer says nothing of blocks before its question, or behind its end"
 
 
-def test_two_questions_more_for_who_is_never_asked_about(start):
+def test_as_many_come_along_as_vllm_asks_about(start):
     engine = start()
     stored(engine)
-    requests = arrive(engine)
-    calls = Calls(engine)
+    requests = arrive(engine, 8)
     scheduler = engine.scheduler.scheduler
-    until(lambda: engine.step() and ask(engine, requests[:1])[0][0] is not None, "no answer")
-    assert calls.take()[0] == N
-    for tracked in scheduler.requests.values():
-        tracked.memo = None  # the moment is over
-    engine.step()
-    for _ in range(6):
-        ask(engine, requests[:1])
-        engine.step()
-        scheduler.poll()
-        scheduler.requests[requests[0].request_id].memo = None
-    sizes = calls.take()
-    assert len(sizes) >= 6 and sum(sizes) - len(sizes) <= N - 1, "the others are asked about once more, when there is news of them"
+    ahead, life = scheduler.ahead, scheduler.link.life
+    tracked = [scheduler.requests[r.request_id] for r in requests]
+
+    def along(n):
+        ahead.asked(tracked[n])
+        return [t.id for t, _ in ahead.take(tracked[n], life, 0.0)]
+
+    ahead._last = 0
+    assert along(0) == [], "nobody knows whether vLLM gets past it"
+    assert along(1) == ["w2"]
+    ahead.asked(tracked[2])
+    assert along(3) == ["w4", "w5", "w6"]
+    ahead.pass_over()
+    assert along(0) == ["w1", "w2", "w3"], "it asked about four in its last pass, and they wait still"
+    ahead.admitted(tracked[0])
+    ahead.pass_over()
+    for _ in range(3):
+        ahead.pass_over()  # it asks about nobody
+        assert along(1) == [], "it admitted one in its last pass, and asked about no other"
+        ahead.pass_over()
 
 
 def test_news_make_one_call_of_all(start, monkeypatch):
@@ -229,6 +242,7 @@ def test_news_make_one_call_of_all(start, monkeypatch):
     assert calls.take() == [N]
     os.kill(plugin, signal.SIGCONT)
     engine.step()
+    deep(engine)
     until(lambda: scheduler.poll() or all(t.memo is None for t in scheduler.requests.values()), "the agent does not say that it knows")
     answered(engine, requests)
     assert calls.take()[:1] == [N]
@@ -256,6 +270,7 @@ def test_preempted_requests_wait_again(start):
     for i, r in enumerate(requests[:2]):
         park(engine, r, [9 + i], 0)
     engine.step(preempted=["w0", "w1"])
+    deep(engine)
     got, first = answered(engine, requests)
     assert first[0] == 3 and got == [want(i) for i in range(3)]
 
@@ -277,6 +292,7 @@ def test_a_stopped_process_is_waited_for_once(start, monkeypatch, victim):
         for tracked in engine.scheduler.scheduler.requests.values():
             tracked.memo, tracked.ask_again = None, 0.0
             engine.scheduler.scheduler.ahead.wait(tracked)
+        deep(engine)
         assert ask(engine, requests[:1]) == [(None, False)]
         assert calls.take() == [1]
     os.kill(pid, signal.SIGCONT)
@@ -293,6 +309,7 @@ def test_a_new_agent_is_asked_anew(start):
     before = links[0].life
     os.kill(links[0]._fence.pids[0], signal.SIGKILL)
     until(lambda: engine.step() and all(n.state is State.UP and n.life != before for n in links), "no new agent")
+    deep(engine)
     got, first = answered(engine, requests)
     assert got == [want(i) for i in range(N)] and first[0] == N
 
@@ -331,25 +348,6 @@ def test_an_agent_that_answers_nothing_ahead_is_asked_one_by_one(start):
     assert calls.take() == [3, 1]
 
 
-def test_who_is_not_admitted_takes_nobody_along(start):
-    engine = start()
-    stored(engine)
-    requests = arrive(engine, 3 * AT_MOST)
-    scheduler = engine.scheduler.scheduler
-    until(lambda: engine.step() and ask(engine, requests[:1])[0][0] is not None, "no answer")
-    engine.step()
-    ahead, life = scheduler.ahead, scheduler.link.life
-    tracked = [scheduler.requests[r.request_id] for r in requests]
-    for t in tracked:
-        t.memo = None  # the moment is over
-    assert ahead.take(tracked[0], life, 0.0) == [], "vLLM does not get past it"
-    again = [t for t, _ in ahead.take(tracked[1], life, 0.0)]
-    assert all(t in tracked[: AT_MOST + 1] for t in again), "the agent knows as many as one call takes"
-    for t in tracked[: AT_MOST + 1]:
-        ahead.asked(t)
-    assert [t for t, _ in ahead.take(tracked[1], life, 0.0)] == tracked[AT_MOST + 1 : 2 * AT_MOST + 1]
-
-
 def test_a_ticket_does_not_come_ahead(start):
     engine = start()
     requests = arrive(engine, 3)
@@ -357,21 +355,6 @@ def test_a_ticket_does_not_come_ahead(start):
     calls = Calls(engine)
     ask(engine, requests[:1])
     assert calls.take() == [2]
-
-
-def test_who_is_not_asked_about_has_news_once(start):
-    engine = start()
-    arrive(engine, 1)
-    ahead, tracked = engine.scheduler.scheduler.ahead, engine.scheduler.scheduler.requests["w0"]
-    head = types.SimpleNamespace(request=request("head", [], 1), stuck=False)
-    asked = []
-    for _ in range(3):
-        asked.append(len(ahead.take(head, tracked.told, 0.0)))
-        ahead.news(tracked)
-    assert asked == [1, 1, 0]
-    ahead.asked(tracked)
-    ahead.news(tracked)
-    assert len(ahead.take(head, tracked.told, 0.0)) == 1
 
 
 def test_a_pool_that_is_another_one_is_looked_into_once():
