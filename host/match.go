@@ -88,7 +88,7 @@ func (h *Host) askFirst(now time.Time, q connector.Query, signed []byte) <-chan 
 	return w.ready
 }
 
-// askAhead puts the questions that the engine has not asked yet, and says of which requests they are.
+// askAhead puts the questions that the engine has not asked yet, and gives their requests.
 func (h *Host) askAhead(ahead iter.Seq[connector.Query]) (requests []connector.RequestID) {
 	if ahead == nil || h.info.MatchFetches {
 		return nil // what nobody may ever ask for would be sent
