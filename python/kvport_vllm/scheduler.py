@@ -140,9 +140,9 @@ class SchedulerSide:
             return MISS if tracked.denied or not tracked.usable else (None, False)
         tracked.asked_at = computed
         now = time.monotonic()
-        if tracked.later_since or not tracked.remembers(computed, now):
-            self.poll()  # of whom there is news by now is asked about in this call, if there is one
         self.ahead.asked(tracked)
+        if (tracked.later_since and now < tracked.ask_again) or tracked.memo_tokens is None:
+            self.poll()  # "later" is not said of whom there is news by now
         if tracked.later_since and now < tracked.ask_again:
             return None, False
         if tracked.remembers(computed, now):
@@ -169,15 +169,19 @@ class SchedulerSide:
     def _ask(self, tracked: Tracked, question: tuple[int, int], now: float) -> tuple[int | None, bool]:
         if self.link.life == 0:
             return MISS
-        others = self.ahead.take(tracked, self.link.life, now, self._most) if self.link.attached.ahead else []
+        query = self._query(tracked, question[0])
         self.counters.add("kvport_shim_lookups_total")
-        self.counters.add("kvport_shim_lookups_ahead_total", len(others))
-        ahead = [self._query(other, computed) for other, computed in others]
-        answer = self.link.call(_MATCH_WAIT, match=self._query(tracked, question[0]), ahead=ahead)
+        others = self.ahead.take(tracked, self.link.life, now, self._most) if self.link.attached.ahead else []
+        if others:
+            self.counters.add("kvport_shim_lookups_ahead_total", len(others))
+            answer = self.link.call(_MATCH_WAIT, match=query, ahead=[self._query(other, computed) for other, computed in others])
+        else:
+            answer = self.link.call(_MATCH_WAIT, match=query)
         self._most = 0 if answer is None else min(MOST_HASHES, max(_FEW_HASHES, 2 * self._most))
         if self.link.life == 0:
             return MISS
-        self._foretell(others, answer, now)
+        if others:
+            self._foretell(others, answer, now)
         if answer is None or answer.match.later:
             return self._later(tracked, now)
         tracked.later_since = 0.0
@@ -200,7 +204,7 @@ class SchedulerSide:
         for (other, computed), match in zip(others, answers, strict=False):
             if late or not match.later:
                 self._remember(other, computed, match, now)
-        if others and answer is not None and not answers and answer.WhichOneof("result") == "match":
+        if answer is not None and not answers and answer.WhichOneof("result") == "match":
             self.ahead.refused(self.link.life)
 
     def _remember(self, tracked: Tracked, computed: int, match: Any, now: float) -> int:

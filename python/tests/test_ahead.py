@@ -28,7 +28,7 @@ class Calls:
 
         def spy(timeout, **fields):
             if "match" in fields:
-                self.sizes.append(1 + len(fields["ahead"]))
+                self.sizes.append(1 + len(fields.get("ahead", ())))
             return call(timeout, **fields)
 
         link.call = spy
@@ -324,7 +324,12 @@ def test_no_request_is_twice_in_a_call(start):
     link, poll, call, seen = scheduler.link, scheduler.link.poll, scheduler.link.call, []
     news = message("AgentEvent")(kind=ANSWERED, request="w0")
     link.poll = lambda: [*poll(), news]
-    link.call = lambda timeout, **fields: seen.append([q.request for q in (fields["match"], *fields["ahead"])]) or call(timeout, **fields)
+
+    def spy(timeout, **fields):
+        seen.append([q.request for q in (fields["match"], *fields.get("ahead", ()))])
+        return call(timeout, **fields)
+
+    link.call = spy
     ask(engine, requests[:1])
     assert seen == [["w0", "w1", "w2"]]
 
