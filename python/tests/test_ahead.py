@@ -190,6 +190,7 @@ def test_what_is_cached_is_not_asked_for(start):
     got = until(over, "a request has no answer")
     assert got == [want(i, min(1 + i, 2) * BLOCK_TOKENS) for i in range(4)]
     assert seen[:3] == [(f"w{i}", 2 * BLOCK_TOKENS) for i in (1, 2, 3)]
+    until(over, "a request has no answer")  # again, if there was news of one that was answered meanwhile
     # More is cached once another request has computed it, and less once blocks were given away.
     calls = Calls(engine)
     assert engine.scheduler.get_num_new_matched_tokens(requests[3], 3 * BLOCK_TOKENS) == (BLOCK_TOKENS, True)
