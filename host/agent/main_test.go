@@ -425,6 +425,13 @@ func (p *process) event(kind kvportv1.AgentEventKind, request string) *kvportv1.
 	}).GetEvent()
 }
 
+// forget drops what has come and was not asked for.
+func (p *process) forget() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seen = nil
+}
+
 // has reports whether an event of a request has come and was not asked for.
 func (p *process) has(kind kvportv1.AgentEventKind, request string) bool {
 	p.mu.Lock()
