@@ -102,4 +102,6 @@ func isOwn(name, module string) bool {
 }
 
 // callers begin, in ownModule, what is between a host and a connector, also one of that module.
-func callers() []string { return []string{"/sdk.", "/sdk/internal/", "/internal/", "/proto/"} }
+func callers() []string {
+	return []string{"/connector.", "/sdk.", "/sdk/internal/", "/internal/", "/proto/"}
+}
