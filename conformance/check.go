@@ -315,7 +315,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	start := time.Now()
 	s.salt += c.ID
 	s.log = cmp.Or(s.log, slog.New(slog.DiscardHandler)).With("case", c.ID)
-	s.hung = cmp.Or(s.hung, &hung{log: s.log}) // a case that runs others tells of theirs
+	s.hung = cmp.Or(s.hung, &hung{log: s.log}) // a case that runs others reports theirs
 	s.fresh = func() (Harness, error) { return s.harness(newHarness) }
 	if c.budgeted {
 		s.deadline += slack * s.budget

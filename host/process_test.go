@@ -178,7 +178,7 @@ func TestProcessLife(t *testing.T) {
 	leaks()
 }
 
-// A process is asked where it is before it is killed, if anybody wants to know: a Go program answers with all its stacks, and one that is
+// A process is asked where it is before it is killed, if somebody has asked to be told: a Go program answers with all its stacks, and one that is
 // stopped not at all.
 func TestProcessSaysWhereItIs(t *testing.T) {
 	leaks := leaktest.Watch(t)

@@ -49,7 +49,7 @@ func TestStoreKeys(t *testing.T) {
 	}})
 }
 
-// Who else may see the blocks is asked for a key, and an address that is none ends the start.
+// Operators are asked for a key where other machines may see the blocks, and an address that is none ends the start.
 func TestConfig(t *testing.T) {
 	for address, beyond := range map[string]string{
 		"127.0.0.1:6379": "", "localhost:6379": "", "[::1]:6379": "", "10.0.0.1:6379": "address is 10.0.0.1:6379", "cache:6379": "address is cache:6379",

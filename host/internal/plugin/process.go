@@ -361,7 +361,7 @@ func (p *Process) Kill() {
 	<-p.done
 }
 
-// endHung is KillFor for a process that hangs: it returns when the process has said where, if anybody wants to know.
+// endHung is KillFor for a process that hangs: it returns when the process has said where, if somebody has asked to be told.
 func (p *Process) endHung(reason error) {
 	p.giveReason(reason)
 	p.asked.Do(func() {
