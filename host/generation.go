@@ -245,7 +245,8 @@ func (g *generation) callScheduler(life context.Context) {
 	}
 }
 
-// callNext makes the first call of batch, or of all leading asks together, and returns the rest.
+// callNext makes the first call of batch, or of all leading asks together, and returns the rest. Whoever is asked about ahead has
+// no part in the call for which the engine waits.
 func (g *generation) callNext(life context.Context, batch []job) ([]job, error) {
 	j, rest := batch[0], batch[1:]
 	if j.ask == nil {
@@ -254,7 +255,7 @@ func (g *generation) callNext(life context.Context, batch []job) ([]job, error) 
 		return rest, j.run(ctx, g.sched)
 	}
 	asks := []*askJob{j.ask}
-	for len(rest) > 0 && rest[0].ask != nil && len(asks) < maxAsks {
+	for len(rest) > 0 && rest[0].ask != nil && rest[0].ask.ahead == j.ask.ahead && len(asks) < maxAsks {
 		asks, rest = append(asks, rest[0].ask), rest[1:]
 	}
 	ctx, cancel := context.WithTimeout(life, g.h.cfg.Settings.Deadlines.Later)

@@ -229,7 +229,7 @@ func (p *pool) unheard(l *connector.Lending) {
 	p.signal()
 }
 
-// hears says whether the plugin has answered the last call: what it does not hear of reads is not told again.
+// hears says whether the plugin has answered the last call: reads that it does not learn of are not told again.
 func (p *pool) hears() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -34,7 +34,7 @@ func openLayered(t *testing.T, fault string) *layered {
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
 	l := &layered{t: t, hs: hashes("a", 4), gate: filepath.Join(dir, "gate")}
 	o := open(t, fmt.Sprintf(`{"kv_connector": "HoldConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "gate": %q, "fault": %q},
-		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"transfer": "1m", "finish": "1m", "later": "1m"}}}`, dir, l.gate, fault),
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "transfer": "1m", "finish": "1m", "later": "1m"}}}`, dir, l.gate, fault),
 		func(l *limits) { l.finish = time.Minute })
 	for rank := range 2 {
 		l.ranks = append(l.ranks, worker(t, o.socket, rankAt(rank, 2)))

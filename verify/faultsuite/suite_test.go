@@ -125,7 +125,7 @@ func (x *trial) once(environment ...string) error {
 	}
 	err := cmd.Run()
 	killed := cmd.ProcessState != nil && !cmd.ProcessState.Exited()
-	for deadline := time.Now().Add(2 * time.Second); ; {
+	for deadline := time.Now().Add(time.Minute); ; {
 		left := x.left(!killed, before)
 		if left == "" {
 			return err

@@ -177,7 +177,7 @@ func (w *workload) open(c *host.Config) (*node, error) {
 
 // ask sends one request and waits for its end.
 func ask(n *node, r engine.Request) (tokens []int32, last engine.Output, err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	out, err := n.Submit(ctx, r)
 	if err != nil {
@@ -277,7 +277,7 @@ func pause() {
 
 // restart kills an engine's plugin and waits for the next.
 func (w *workload) restart(n *node) error {
-	deadline := time.Now().Add(15 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	killed := 0
 	for {
 		h := n.Health().Host
@@ -395,7 +395,7 @@ func (n *node) sum(name string) (sum float64) {
 
 // end waits until an engine has all its blocks back and closes it.
 func (w *workload) end(n *node) error {
-	deadline := time.Now().Add(15 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for {
 		h := n.Health()
 		if h.Running+h.Waiting == 0 && h.Blocks == (engine.Blocks{Free: n.Info().NumBlocks}) {
@@ -407,7 +407,7 @@ func (w *workload) end(n *node) error {
 		pause()
 	}
 	w.count(n)
-	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	return n.Close(ctx)
 }
