@@ -38,7 +38,7 @@ func newAloneRig(t *testing.T, can connector.Capability) *aloneRig {
 	h.metrics, err = newMetrics(opts.Metrics, cfg.Connector, cfg.Settings.Trust)
 	require.NoError(t, err)
 	h.info = connector.Info{Name: cfg.Connector, Capabilities: connector.CanPlace | can}
-	h.place = &placement{layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks), failed: func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) }}
+	h.place = newPlacement(&h.eng.Layout, h.eng.Shape, len(h.ranks), func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) })
 	plugin := &thisProcess{done: make(chan struct{})}
 	g := h.newGeneration(1, plugin, noScheduler{})
 	g.caps |= can

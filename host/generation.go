@@ -110,6 +110,12 @@ func (g *generation) serve() {
 	if g.caps&connector.CanEvents != 0 && g.h.blockEvents.out != nil {
 		g.work.Go(func() { g.watchEvents(life) })
 	}
+	for i, w := range g.workers {
+		if l, ok := connector.As[connector.Lender](w); ok && g.h.place != nil && l.Lends() > 0 {
+			g.h.place.pools[i].open(l.Lends())
+			g.work.Go(func() { g.borrow(life, i, l) })
+		}
+	}
 	list := []io.Closer{g.sched}
 	for _, w := range g.workers {
 		list = append(list, w)

@@ -260,13 +260,19 @@ func (h *Host) startFinish(a *tracker.Finish) {
 
 // startReset has the scheduler side forget every block. The caller holds mu.
 func (h *Host) startReset(a *tracker.Reset) {
-	h.place.pause()
-	call(h, a.Deadline, func(ctx context.Context, r connector.Resetter) (bool, error) {
-		return r.Reset(ctx)
-	}, func(now time.Time, emptied bool, err error) []tracker.Action {
-		h.place.resume()
+	resume := h.place.pause()
+	call(h, a.Deadline, h.resetBy, func(now time.Time, emptied bool, err error) []tracker.Action {
+		resume()
 		return h.tracker.ResetAnswered(now, a.ID, emptied, err)
 	})
+}
+
+// resetBy calls Reset once no call of Lend is under way: that would wait for it in the plugin, and has an earlier deadline.
+func (h *Host) resetBy(ctx context.Context, r connector.Resetter) (emptied bool, err error) {
+	if err := h.place.quiet(ctx); err != nil {
+		return false, err
+	}
+	return r.Reset(ctx)
 }
 
 // call has the scheduler side use a power and gives the answer to the tracker, unless none comes: then the

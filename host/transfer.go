@@ -98,17 +98,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost), Layers: p.told()}
 	}
 	if a.Kind == tracker.Save {
-		err := fault.Point("host.save")
-		if err == nil {
-			err = r.makeDigests(t.Blocks, a.Slots)
-		}
-		if err != nil {
-			return tracker.Outcome{Err: err}
-		}
-		fault.Crash("host.save.digested")
-		err = h.save(ctx, r, w, a)
-		fault.Crash("host.saved")
-		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
+		return h.saveBlocks(ctx, r, w, a)
 	}
 	if err := fault.Point("host.load"); err != nil {
 		return tracker.Outcome{Err: err}
@@ -134,6 +124,26 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	h.learnArrived(placed, len(t.Blocks), &found)
 	h.unread(&found, len(t.Blocks), err)
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
+}
+
+// saveBlocks saves blocks that are computed: into slots that were lent ahead, or by a call of the plugin.
+func (h *Host) saveBlocks(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) tracker.Outcome {
+	if err := fault.Point("host.save"); err != nil {
+		return tracker.Outcome{Err: err}
+	}
+	if h.saveLent(ctx, r, a) {
+		return tracker.Outcome{}
+	}
+	if err := ctx.Err(); err != nil { // a plugin that knows nothing of it need not die for it (rule HOST-03)
+		return tracker.Outcome{Err: err}
+	}
+	if err := r.makeDigests(a.Transfer.Blocks, a.Slots); err != nil {
+		return tracker.Outcome{Err: err}
+	}
+	fault.Crash("host.save.digested")
+	err := h.save(ctx, r, w, a)
+	fault.Crash("host.saved")
+	return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
 }
 
 // loadPlaced loads all blocks of a move without the plugin; over is false if it has to be asked for them. Blocks that are not verified,
