@@ -476,10 +476,10 @@ func TestResetWaitsForLend(t *testing.T) {
 	defer r.place.pause()()
 	over, cancel := context.WithCancel(t.Context())
 	cancel()
-	_, err := r.Host.resetBy(over, resetter(func() bool { panic("it is not called") }))
+	_, err := r.resetBy(over, resetter(func() bool { panic("it is not called") }))
 	close(free)
 	require.ErrorIs(t, err, context.Canceled)
-	after, err := r.Host.resetBy(t.Context(), resetter(answered.Load))
+	after, err := r.resetBy(t.Context(), resetter(answered.Load))
 	require.NoError(t, err)
 	require.True(t, after)
 }
