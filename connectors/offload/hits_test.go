@@ -133,7 +133,8 @@ func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
 	}
 }
 
-// Many conversations whose working set is 20 times the device cache have the hit ratio of the policy.
+// Many conversations whose working set is 20 times the device cache have the hit ratio of the policy, or a little more: slots that are lent to the
+// host are evicted a save earlier, with which S3-FIFO hits more often here (record 172).
 func TestHitRatioIsThePolicys(t *testing.T) {
 	const device, memory = 64, 320
 	kvport := binaries(t)
@@ -171,7 +172,8 @@ func TestHitRatioIsThePolicys(t *testing.T) {
 		t.Logf("%s: %d requests, %d prompt tokens, working set %d blocks, memory %d: hit ratio %.4f in the engine, %.4f in simulation",
 			policy, len(turns), tokens, working, memory, engine, pure)
 		require.Positive(t, want)
-		require.InEpsilon(t, pure, engine, 0.01)
+		require.GreaterOrEqual(t, engine, 0.99*pure)
+		require.LessOrEqual(t, engine, 1.05*pure)
 	}
 }
 
