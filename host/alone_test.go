@@ -27,18 +27,25 @@ type aloneRig struct {
 
 func newAloneRig(t *testing.T, can connector.Capability) *aloneRig {
 	t.Helper()
+	return newAloneRigWith(t, can, func(*Options) {})
+}
+
+// newAloneRigWith is newAloneRig with other options.
+func newAloneRigWith(t *testing.T, can connector.Capability, change func(*Options)) *aloneRig {
+	t.Helper()
 	o := rigOptions{settings: map[string]any{
 		"breaker":   map[string]any{"deaths": 1000, "backoff_min": "1h", "backoff_max": "1h"},
 		"deadlines": map[string]any{"drain": "100ms", "transfer": "1h", "later": "1h"},
 	}}
 	cfg, eng, opts := o.build(t)
+	change(&opts)
 	h := newHost(cfg, eng, opts)
 	require.NoError(t, errors.Join(h.identify(), h.openRanks()))
 	var err error
 	h.metrics, err = newMetrics(opts.Metrics, cfg.Connector, cfg.Settings.Trust)
 	require.NoError(t, err)
 	h.info = connector.Info{Name: cfg.Connector, Capabilities: connector.CanPlace | can}
-	h.place = &placement{layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks), failed: func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) }}
+	h.place = h.placing()
 	plugin := &thisProcess{done: make(chan struct{})}
 	g := h.newGeneration(1, plugin, noScheduler{})
 	g.caps |= can

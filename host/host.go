@@ -168,7 +168,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	}
 	h.src = h.source(h.cfg)
 	h.src.reland = h.reland
-	h.place = &placement{layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks), failed: func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) }}
+	h.place = h.placing()
 	h.src.place = h.place
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
 	h.src.filled = func(n int64) { h.metrics.allocated.Add(float64(n)) }
@@ -232,7 +232,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 		Placed:     h.place != nil && h.info.Capabilities&connector.CanPlace != 0 && !h.info.Lossy, // whose blocks only the plugin can load
 	}
-	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
+	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && (c.Placed || h.info.Capabilities&connector.CanOverlap != 0)
 	h.composite.stretch(&c)
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))

@@ -138,21 +138,31 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 
 // loadPlaced loads all blocks of a move without the plugin; over is false if it has to be asked for them. Blocks that are not verified,
 // and those of a ticket, are always the plugin's. A load that is not over at its deadline fails without a call: a plugin that
-// knows nothing of it need not die for it (rule HOST-03).
+// knows nothing of it need not die for it (rule HOST-03). Nor is it asked once the engine has learned of a layer.
 func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tracker.Outcome, over bool) {
 	blocks := a.Transfer.Blocks
 	if len(a.Check) != len(blocks) || len(a.Transfer.Ticket) > 0 {
 		return out, false
 	}
-	if h.place.load(ctx, r, a.Rank, a.Check) {
-		h.metrics.placed.Add(float64(len(blocks)))
-		return out, true
+	arrived, told := h.layersOf(a)
+	over, out.Err = h.place.loadLayers(ctx, r, a.Rank, a.Check, arrived)
+	told()
+	if over {
+		h.metrics.placed.Add(float64(len(tracker.Arrived(blocks, out.Err))))
 	}
-	out.Err = ctx.Err()
-	return out, out.Err != nil
+	return out, over
 }
 
-// placedFailed counts blocks that the host found in slots and could not use: the plugin is asked for them. Those that are not what was saved
+// placing reads what the connector places.
+func (h *Host) placing() *placement {
+	return &placement{
+		layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks),
+		failed:  func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) },
+		layered: func(blocks int) { h.metrics.byLayer.Add(float64(blocks)) },
+	}
+}
+
+// placedFailed counts blocks that the host found in slots and could not use: most often the plugin is asked for them. Those that are not what was saved
 // count as what a plugin loads so (rule HOST-04), although the load by message may bring them right.
 func (h *Host) placedFailed(name string, blocks, damaged int) {
 	h.metrics.placedFailed.Add(float64(blocks))

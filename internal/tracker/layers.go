@@ -74,10 +74,11 @@ func (b *Tracker) cancelLate(o *op) {
 }
 
 // overlaps says that the engine may begin with the first layers of a load: they can be verified one by one, in
-// the cache itself, and the whole load is one attempt on each rank.
+// the cache itself, and the whole load is one attempt on each rank. With landing memory only what the host copies out of slots lies
+// in the cache before the load is over.
 func (b *Tracker) overlaps(c *call, check []connector.Block) bool {
 	o := c.op
-	return b.cfg.Overlap && o.kind == Load && o.source == nil && b.landing == nil && check != nil && !o.canceled
+	return b.cfg.Overlap && o.kind == Load && o.source == nil && (b.landing == nil || b.cfg.Placed) && check != nil && !o.canceled
 }
 
 // Verified says that n layers of all that a call with Overlap loads have arrived and are right. The engine is told about a

@@ -185,4 +185,31 @@ func TestOverlapIsForVerifiedLoads(t *testing.T) {
 		b.start(Load, 1)
 		require.False(t, one[Move](b).Overlap, name)
 	}
+	b := newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap, c.Slots, c.Placed = 1, 2, true, 8, true })
+	b.start(Load, 1)
+	require.True(t, one[Move](b).Overlap, "the host may copy it out of slots")
+}
+
+// Rule PLACE-29: the engine uses layers of what the host loads while no plugin is up, too. The next life is not asked for what fails then.
+func TestAloneLayers(t *testing.T) {
+	b := placed(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap = 2, 2, true })
+	b.start(Load, 2)
+	moves := all[Move](b)
+	require.Len(t, moves, 2)
+	for _, m := range moves {
+		require.Zero(t, m.Gen)
+		require.True(t, m.Overlap)
+	}
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	b.quiet()
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	require.Equal(t, Arriving, b.event().Kind)
+	b.got(b.Up(b.now, 2))
+	b.quiet()
+	b.done(moves[0], Outcome{})
+	b.done(moves[1], Outcome{Err: &connector.BlockError{Blocks: []connector.BlockID{1}, Err: connector.ErrGone}})
+	e := b.event()
+	require.Equal(t, Loaded, e.Kind)
+	require.Equal(t, []connector.BlockID{1}, e.Failed)
+	require.Empty(t, b.Pins())
 }

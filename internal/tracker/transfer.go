@@ -255,7 +255,7 @@ func (b *Tracker) start(c *call, gen uint64) {
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
 		Check: b.check(c), Source: c.op.source, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
 	}
-	m.Overlap, m.Step = gen != 0 && b.overlaps(c, m.Check), c.op.step
+	m.Overlap, m.Step = b.overlaps(c, m.Check), c.op.step
 	if c.op.source != nil {
 		m.Window, m.Slots = int(c.slots[0]), nil
 	}

@@ -78,7 +78,13 @@ func (e *engine) arrived(layer int) bool {
 
 // glance is a plugin at work just before the engine looks: it may find that layers have come of a load that goes on.
 func (h *host) glance() {
-	if h.w.opt.Overlap && h.proc != nil {
+	if !h.w.opt.Overlap {
+		return
+	}
+	for n := len(h.own.moves); n > 0; n-- {
+		h.workAlone(&h.rng)
+	}
+	if h.proc != nil {
 		for n := h.rng.n(6); n > 0; n-- {
 			h.proc.work(&h.rng, faultNone)
 		}
@@ -91,6 +97,7 @@ func (h *host) goOn() {
 	if h.rng.n(4) == 0 {
 		h.w.advance(time.Duration(h.rng.n(80)) * time.Millisecond)
 	}
+	h.workAlone(&h.rng)
 	p, f := h.proc, faultNone
 	if p == nil {
 		return
