@@ -2,6 +2,7 @@ package offload_test
 
 import (
 	"fmt"
+	"os"
 	"sync"
 	"testing"
 
@@ -16,7 +17,11 @@ func TestPlacedHitsByLayer(t *testing.T) {
 	kvport := binaries(t)
 	var client cluster.Client
 	const model, clients = "sim:layers=8,bytes=4096", 2 // half a MiB for each block on each rank
-	prompts := make([]string, 16)
+	n := 4
+	if os.Getenv("KVPORT_SOAK") != "" {
+		n = 16
+	}
+	prompts := make([]string, n)
 	for i := range prompts {
 		prompts[i] = text(i, 16*(8+i%8)+3)
 	}

@@ -324,6 +324,13 @@ func (h *host) arrives(ev *tracker.Event) {
 	h.w.mix('l', hash(string(ev.Request)), uint64(a.layers))
 }
 
+// onceAnnounced verifies that no load begins again of which the engine has been told layers: what it reads would be written.
+func (h *host) onceAnnounced(m *move) {
+	if m.Kind == tracker.Load && h.arriving[obligation{tracker.Loaded, m.Transfer.Request, m.Step}] != nil {
+		h.w.fail('c', "%s: a load of %s is tried again, of which the engine was told layers", h.e.name, m.Transfer.Request)
+	}
+}
+
 // endArriving says how a load ended of which the engine has been told layers.
 func (h *host) endArriving(ev *tracker.Event) {
 	key := obligation{tracker.Loaded, ev.Request, ev.Step}
