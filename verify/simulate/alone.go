@@ -99,7 +99,7 @@ func (h *host) copySlot(m *move, at, layer int, d *rng) {
 	case m.grant == nil || !m.grant.open:
 		h.w.fail('c', "%s writes block %d for a load of its own of %s, which is over for the engine", h.e.name, b.ID, m.Transfer.Request)
 	case m.spoilt[at]:
-	case from == nil || len(m.Check) != len(m.Transfer.Blocks) || d.n(40) == 0 || m.byLayer && (from.short > 0 || layer > 0 && !to.equal(from)): // its slot is given up meanwhile
+	case from == nil || len(m.Check) != len(m.Transfer.Blocks) || d.n(40) == 0 || m.changed(to, from, layer): // its slot is given up meanwhile
 		if m.out.Absent = m.verified == 0 || h.w.is(AloneAgain); !m.out.Absent {
 			m.lacks(b)
 			m.spoil(to, at, layer)
@@ -112,6 +112,11 @@ func (h *host) copySlot(m *move, at, layer int, d *rng) {
 			to.short = layers - 1
 		}
 	}
+}
+
+// changed says that a slot does not hold the block any more of which the layers before were copied.
+func (m *move) changed(to, from *cell, layer int) bool {
+	return m.byLayer && (from.short > 0 || layer > 0 && !to.equal(from))
 }
 
 // tellCopied says that the first layers of a load of the host's own are right.
