@@ -18,6 +18,7 @@ import (
 type Core struct {
 	config CoreConfig
 	pool   *pool
+	reads  map[*feed]*reading // of the instances that are followed
 }
 
 // CoreConfig says what a Core is made of.
@@ -44,7 +45,7 @@ func NewCore(c CoreConfig) (*Core, error) {
 	p := newPool(nil, chooser, log, m)
 	p.now, p.fresh = c.Now, newFreshness(c.Now())
 	p.blocks, err = newBlocks(Config{Log: log, IndexBlocks: c.IndexBlocks}, nil, p, m)
-	return &Core{config: c, pool: p}, err
+	return &Core{config: c, pool: p, reads: map[*feed]*reading{}}, err
 }
 
 // Register takes the body of a registration whose signature is good. The nonce is for the next one of the same engine; an
@@ -99,14 +100,15 @@ func (c *Core) Probed(place, limit int, well, refuses bool) {
 }
 
 // Follow gives the sink for the KV events of an instance. begun reports whether it was not followed before: then nothing of it
-// is known. It is nil if nobody lives there, or if the policy does not look at prompts.
+// is known. The sink is nil if nobody lives there, or if the policy does not look at prompts. It takes nothing any more once the instance
+// has been forgotten.
 func (c *Core) Follow(place int) (sink kvevents.Sink, begun bool) {
 	b := c.pool.blocks
 	if !c.pool.usesPrompts() || place < 0 || c.pool.known[place].at == "" {
 		return nil, false
 	}
 	if s := c.feed(place); s != nil {
-		return s, false
+		return c.reads[s], false
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -116,9 +118,39 @@ func (c *Core) Follow(place int) (sink kvevents.Sink, begun bool) {
 	}
 	s.stop = func() { // by leave, which holds mu
 		s.Lost()
+		c.reads[s].ended = true
+		delete(c.reads, s)
 		b.numbers[s.number] = false
 	}
-	return s, true
+	c.reads[s] = &reading{feed: s}
+	return c.reads[s], true
+}
+
+// reading is a subscription to the KV events of an instance. Its number in the index belongs to another once it has ended.
+type reading struct {
+	feed  *feed
+	ended bool
+}
+
+// From implements kvevents.Sink.
+func (r *reading) From(seq uint64) {
+	if !r.ended {
+		r.feed.From(seq)
+	}
+}
+
+// Lost implements kvevents.Sink.
+func (r *reading) Lost() {
+	if !r.ended {
+		r.feed.Lost()
+	}
+}
+
+// Apply implements kvevents.Sink.
+func (r *reading) Apply(events []kvevents.Event) {
+	if !r.ended {
+		r.feed.Apply(events)
+	}
 }
 
 // Count counts what becomes of the KV events of instances.
