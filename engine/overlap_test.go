@@ -157,10 +157,13 @@ func (h *hookedRanks) ForwardRanks(batch *model.Batch, ranks []*connector.KV) er
 
 // A load that begins to arrive soon after another one was too slow is not used before its end.
 func TestOverlapRests(t *testing.T) {
-	l := &loop{noEarly: time.Now().Add(time.Hour), arriving: map[connector.RequestID]connector.Progress{}, sched: sched.New(sched.Config{BlockTokens: 16, Groups: 1, Trailing: []int{0}, MaxBatchedTokens: 16, MaxSeqs: 1}, nil)}
+	l := &loop{arriving: map[connector.RequestID]connector.Progress{}, sched: sched.New(sched.Config{BlockTokens: 16, Groups: 1, Trailing: []int{0}, MaxBatchedTokens: 16, MaxSeqs: 1}, nil)}
+	l.noEarly.Store(time.Now().Add(time.Hour).UnixNano())
+	require.False(t, l.early(), "the host need not say which layers have come")
 	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
 	require.Empty(t, l.arriving)
-	l.noEarly = time.Now()
+	l.noEarly.Store(time.Now().UnixNano())
+	require.True(t, l.early())
 	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
 	require.Len(t, l.arriving, 1)
 }

@@ -32,49 +32,82 @@ type copying struct {
 	errs   []error // by block; nil: what was copied so far is right
 }
 
-// loadLayers copies blocks of one rank to the cache and verifies them there. over is false if the plugin has to be asked for all of them: not all
-// came whole. arrived, unless nil, hears how many layers are right in all blocks, if the load is large. Whoever has heard of a layer may be
-// reading it, so from then on the load is over in any case, and a *connector.BlockError names what failed. Else an error is that of ctx.
-func (p *placement) loadLayers(ctx context.Context, r *rank, number int, blocks []connector.Block, arrived connector.Arrivals) (over bool, err error) {
+// placedLoad is what became of a load from slots.
+type placedLoad struct {
+	whole     bool                // all blocks came, and are right
+	announced bool                // somebody has heard of a layer
+	failed    []connector.BlockID // blocks that were copied and cannot be used
+	damaged   int                 // of them: they are not what was saved
+	why       error               // what was wrong with the first of those that are damaged
+}
+
+// loadLayers copies blocks of one rank to the cache and verifies them there. arrived, unless nil, hears how many layers are right in all
+// blocks, if the load is large. Whoever has heard of a layer may be reading it, so nobody may write these blocks then before that is taken back.
+func (p *placement) loadLayers(ctx context.Context, r *rank, number int, blocks []connector.Block, arrived connector.Arrivals) (out placedLoad) {
 	if len(blocks) == 0 || !p.enter() {
-		return ended(ctx)
+		return out
 	}
 	defer p.leave()
 	refs, ok := p.where(number, blocks)
 	if !ok {
-		return ended(ctx)
+		return out
 	}
 	c := &copying{placement: p, r: r, blocks: blocks, refs: refs, stores: digest.StoresForLoad(int64(r.size(blocks))), errs: make([]error, len(blocks))}
 	ends := []int{p.layout.Layers()}
 	if arrived != nil {
 		ends = p.pieces(blocks)
 	}
-	told, from := false, 0
+	var all bool
+	out.announced, all = c.copyPieces(ctx, ends, arrived)
+	for i, err := range c.errs {
+		out.note(blocks[i].ID, err)
+	}
+	if out.whole = all && len(out.failed) == 0; out.whole {
+		p.used.note(refs)
+	}
+	return out
+}
+
+// copyPieces copies one piece after the other, and says after each which layers are there, until a block fails of a load of which nobody has
+// heard: the plugin may bring that. all is false if something is not copied.
+func (c *copying) copyPieces(ctx context.Context, ends []int, arrived connector.Arrivals) (announced, all bool) {
+	from := 0
 	for _, to := range ends {
-		all := c.copyLayers(ctx, from, to)
-		if !told && p.tally(c.errs) || !all {
-			return ended(ctx)
+		all = c.copyLayers(ctx, from, to)
+		right := c.right()
+		if !all || !right && !announced {
+			return announced, false
 		}
-		if len(ends) > 1 && c.right() {
+		if right && len(ends) > 1 {
 			arrived.Advance(to)
-			told = true
+			announced = true
 		}
 		from = to
 	}
-	if err := c.end(); err != nil {
-		return true, err
-	}
-	p.used.note(refs)
-	if told && p.layered != nil {
-		p.layered(len(blocks))
-	}
-	return true, nil
+	return announced, all
 }
 
-// ended says that a load is over if its time is.
-func ended(ctx context.Context) (bool, error) {
-	err := ctx.Err()
-	return err != nil, err
+// note adds what became of a block.
+func (l *placedLoad) note(id connector.BlockID, err error) {
+	if err == nil {
+		return
+	}
+	l.failed = append(l.failed, id)
+	if damaged(err) {
+		if l.damaged++; l.why == nil {
+			l.why = err
+		}
+	}
+}
+
+// err says which blocks failed of a load that nobody tries again. If something is damaged, all that failed is replaced when it is
+// computed, and counts as what a plugin loads so.
+func (l *placedLoad) err() error {
+	bad := &connector.BlockError{Blocks: l.failed, Err: l.why}
+	if bad.Err == nil {
+		bad.Err = fmt.Errorf("its slot had another use before all layers were copied: %w", connector.ErrGone)
+	}
+	return bad
 }
 
 // pieces are the numbers of layers after which a load of blocks says that they are there.
@@ -146,26 +179,6 @@ func (c *copying) right() bool {
 	return !slices.ContainsFunc(c.errs, func(err error) bool { return err != nil })
 }
 
-// end is how a load ends of which layers were announced; nil: well. If something is damaged, all that failed is replaced when it is
-// computed, and counts as what a plugin loads so.
-func (c *copying) end() error {
-	bad := &connector.BlockError{Err: fmt.Errorf("its slot had another use before all layers were copied: %w", connector.ErrGone)}
-	for i, err := range c.errs {
-		if err == nil {
-			continue
-		}
-		bad.Blocks = append(bad.Blocks, c.blocks[i].ID)
-		if damaged(err) {
-			bad.Err = err
-		}
-	}
-	if len(bad.Blocks) == 0 {
-		return nil
-	}
-	c.fail(len(bad.Blocks), 0)
-	return bad
-}
-
 // damaged says that a block which lay in its slot all the time is not what was saved.
 func damaged(err error) bool {
 	return errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, place.ErrGone)
@@ -192,4 +205,12 @@ func (h *Host) layersOf(a *tracker.Move) (arrived connector.Arrivals, over func(
 		count.GiveUp()
 		telling.Wait()
 	}
+}
+
+// retract takes back what the engine would learn of a load, so that the plugin may write its blocks; false: the engine has learned of a
+// layer, and may be reading it.
+func (h *Host) retract(id tracker.CallID) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.tracker.Retract(id)
 }

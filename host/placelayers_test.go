@@ -50,7 +50,7 @@ func TestPlacedLayers(t *testing.T) {
 	to := elsewhere(bs)
 	for n, rank := range r.ranks {
 		var heard []int
-		over, err := r.p.loadLayers(t.Context(), rank, n, to, hears(func(layers int) {
+		did := r.p.loadLayers(t.Context(), rank, n, to, hears(func(layers int) {
 			heard = append(heard, layers)
 			for i, b := range to {
 				require.NoError(t, rank.hasher.CheckSegments(rank.kv, b, rank.kv.Between(b.Group, 0, layers)))
@@ -59,8 +59,8 @@ func TestPlacedLayers(t *testing.T) {
 				}
 			}
 		}))
-		require.NoError(t, err)
-		require.True(t, over)
+		require.True(t, did.whole)
+		require.True(t, did.announced)
 		require.Equal(t, []int{1, 2, 3}, heard)
 	}
 	require.Zero(t, r.failed.Load())
@@ -75,14 +75,14 @@ func TestSmallLoadsHaveNoLayers(t *testing.T) {
 	require.Equal(t, []int{2, 3}, r.p.pieces(bs))
 	r.p.piece = 0
 	require.Equal(t, []int{3}, r.p.pieces(bs))
-	over, err := r.p.loadLayers(t.Context(), r.ranks[0], 0, elsewhere(bs), hears(func(n int) { require.Fail(t, "announced", "%d layers", n) }))
-	require.NoError(t, err)
-	require.True(t, over)
+	did := r.p.loadLayers(t.Context(), r.ranks[0], 0, elsewhere(bs), hears(func(n int) { require.Fail(t, "announced", "%d layers", n) }))
+	require.True(t, did.whole)
+	require.False(t, did.announced)
 	require.True(t, r.loaded(0, bs...))
 }
 
-// Rule PLACE-29: a slot that is damaged, has another use or another version of its block between two layers costs that block, and no plugin
-// is asked for it: the engine may be reading its first layer. Before the first announcement the plugin is asked for all.
+// Rule PLACE-29: a slot that is damaged, has another use or another version of its block between two layers costs that block, also where the
+// engine may be reading its first layer. Before the first announcement nothing more is copied: the plugin is asked for all.
 func TestPlacedLayersFail(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil   func(r *placedRig, b connector.Block, slot uint32)
@@ -109,12 +109,14 @@ func TestPlacedLayersFail(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r, bs, slots := layered(t, 1, all())
 			to, heard := elsewhere(bs), 0
-			over, err := r.p.loadLayers(t.Context(), r.ranks[0], 0, to, hears(func(n int) {
+			did := r.p.loadLayers(t.Context(), r.ranks[0], 0, to, hears(func(n int) {
 				if heard = n; n == 1 {
 					c.spoil(r, bs[2], slots[2])
 				}
 			}))
-			require.True(t, over)
+			require.False(t, did.whole)
+			require.True(t, did.announced)
+			err := did.err()
 			some, is := errors.AsType[*connector.BlockError](err)
 			require.True(t, is)
 			require.Equal(t, []connector.BlockID{to[2].ID}, some.Blocks)
@@ -124,16 +126,17 @@ func TestPlacedLayersFail(t *testing.T) {
 			for _, i := range []int{0, 1, 3} {
 				require.NoError(t, r.ranks[0].hasher.Check(r.ranks[0].kv, to[i]), "what did not fail is whole")
 			}
-			require.EqualValues(t, 1, r.failed.Load())
-			require.Zero(t, r.damaged.Load(), "the end of the load counts it")
+			require.Zero(t, r.failed.Load(), "whoever knows whether the plugin is asked counts it")
 			require.Empty(t, r.p.takeUsed())
 		})
 	}
 	r, bs, slots := layered(t, 1, all())
 	r.shelf.Bytes(place.Slot(slots[2]), 8)[3] ^= 1
-	over, err := r.p.loadLayers(t.Context(), r.ranks[0], 0, elsewhere(bs), hears(func(int) { require.Fail(t, "announced") }))
-	require.NoError(t, err)
-	require.False(t, over)
+	did := r.p.loadLayers(t.Context(), r.ranks[0], 0, elsewhere(bs), hears(func(int) { require.Fail(t, "announced") }))
+	require.False(t, did.whole)
+	require.False(t, did.announced)
+	r.p.tally(&did)
+	require.EqualValues(t, 1, r.failed.Load())
 	require.EqualValues(t, 1, r.damaged.Load())
 }
 
@@ -143,19 +146,45 @@ func TestPlacedLayersEndAtTheirDeadline(t *testing.T) {
 		r, bs, _ := layered(t, 1, all())
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		over, err := r.p.loadLayers(ctx, r.ranks[0], 0, elsewhere(bs), hears(func(n int) {
+		did := r.p.loadLayers(ctx, r.ranks[0], 0, elsewhere(bs), hears(func(n int) {
 			require.Equal(t, 1, n)
 			<-ctx.Done()
 		}))
-		require.True(t, over)
-		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.False(t, did.whole)
+		require.ErrorIs(t, ctx.Err(), context.DeadlineExceeded)
 		require.Empty(t, r.p.takeUsed())
 	})
 }
 
+// takesLayers are options of an engine that takes layers as they come.
+func takesLayers(o *Options) { o.Overlap = func(uint64, connector.RequestID) bool { return true } }
+
+// Rule PLACE-29: what one rank has announced and the engine has not learned, since another rank has not got that far, is taken back when a block
+// fails: then the load is a plugin's, as any other of which not all is there.
+func TestPlacedLayersAreTakenBack(t *testing.T) {
+	r := newAloneRigWith(t, 0, 2, takesLayers)
+	r.place.piece = 1
+	ks := keys(1, 3)
+	r.keep(ks)                                          // in slots 0 to 2 for the first rank, and 3 to 5 for the second
+	r.placed.shelf.Bytes(place.Slot(2), 1024)[600] ^= 1 // in the second layer
+	r.placed.shelf.Bytes(place.Slot(3), 1024)[5] ^= 1   // in the first layer
+	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
+	require.Eventually(t, func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.alone) == 0
+	}, time.Minute, time.Millisecond)
+	require.Equal(t, 1, r.Health().Pending, "the next plugin may bring it")
+	require.InDelta(t, 0, testutil.ToFloat64(r.Host.metrics.placed), 0)
+	require.InDelta(t, 2, testutil.ToFloat64(r.Host.metrics.placedFailed), 0)
+	require.InDelta(t, 2, testutil.ToFloat64(r.Host.metrics.integrity), 0)
+	require.NoError(t, r.closeNow())
+	require.False(t, slices.ContainsFunc(r.seen, func(e Event) bool { return e.Kind == Arriving }))
+}
+
 // The engine learns of the layers of what the host loads by itself, and of its end: well, or with the blocks that failed.
 func TestEngineLearnsOfPlacedLayers(t *testing.T) {
-	r := newAloneRigWith(t, 0, func(o *Options) { o.Overlap = func(uint64, connector.RequestID) bool { return true } })
+	r := newAloneRigWith(t, 0, 1, takesLayers)
 	r.place.piece = 1
 	ks := keys(1, 3)
 	r.keep(ks)

@@ -251,8 +251,9 @@ func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.
 // load copies blocks of one rank to the cache and verifies them there. false: not all of them came whole, and the plugin
 // has to be asked for all; or ctx has ended.
 func (p *placement) load(ctx context.Context, r *rank, number int, blocks []connector.Block) bool {
-	over, err := p.loadLayers(ctx, r, number, blocks, nil)
-	return over && err == nil
+	did := p.loadLayers(ctx, r, number, blocks, nil)
+	p.tally(&did)
+	return did.whole
 }
 
 // where says in which slots all blocks of one rank lie; false: not all of them do.
@@ -278,21 +279,11 @@ func (p *placement) where(number int, blocks []connector.Block) ([]place.Ref, bo
 	return refs, true
 }
 
-// tally counts the blocks of a load that were copied and cannot be used, and says whether there are any.
-func (p *placement) tally(errs []error) bool {
-	failed, broken := 0, 0
-	for _, err := range errs {
-		if err != nil {
-			failed++
-		}
-		if damaged(err) {
-			broken++
-		}
+// tally counts the blocks of a load that were copied and cannot be used, and that the plugin is asked for.
+func (p *placement) tally(did *placedLoad) {
+	if len(did.failed) > 0 {
+		p.fail(len(did.failed), did.damaged)
 	}
-	if failed > 0 {
-		p.fail(failed, broken)
-	}
-	return failed > 0
 }
 
 func (p *placement) fail(blocks, damaged int) {

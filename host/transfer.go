@@ -145,12 +145,25 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 		return out, false
 	}
 	arrived, told := h.layersOf(a)
-	over, out.Err = h.place.loadLayers(ctx, r, a.Rank, a.Check, arrived)
+	did := h.place.loadLayers(ctx, r, a.Rank, a.Check, arrived)
 	told()
-	if over {
-		h.metrics.placed.Add(float64(len(tracker.Arrived(blocks, out.Err))))
+	switch late := ctx.Err(); {
+	case did.whole:
+		if did.announced && h.place.layered != nil {
+			h.place.layered(len(blocks))
+		}
+	case late != nil:
+		h.place.tally(&did)
+		out.Err = late
+	case !did.announced || h.retract(a.ID):
+		h.place.tally(&did)
+		return out, false
+	default:
+		h.place.fail(len(did.failed), 0)
+		out.Err = did.err()
 	}
-	return out, over
+	h.metrics.placed.Add(float64(len(tracker.Arrived(blocks, out.Err))))
+	return out, true
 }
 
 // placing reads what the connector places.

@@ -104,3 +104,14 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 	}
 	return b.take()
 }
+
+// Retract takes back what Verified has said of a call, so that its blocks may be written again. It is false, and takes nothing back, when the
+// engine has learned of a layer of the load, or nobody waits for the call any more.
+func (b *Tracker) Retract(id CallID) bool {
+	c := b.calls[id]
+	if c == nil || c.op.arrived > 0 {
+		return false
+	}
+	c.layers = 0
+	return true
+}

@@ -173,6 +173,24 @@ func TestOverlapIsOneAttempt(t *testing.T) {
 	}
 }
 
+// Rule PLACE-29: until the engine has learned of a layer, what a call has verified is taken back, and the call may write its blocks once more.
+func TestRetract(t *testing.T) {
+	b := overlapped(t, 2)
+	b.start(Load, 1)
+	moves := all[Move](b)
+	b.got(b.Verified(b.now, moves[0].ID, 2))
+	b.quiet()
+	require.True(t, b.Retract(moves[0].ID))
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	b.quiet()
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	require.Equal(t, Arriving, b.event().Kind)
+	require.False(t, b.Retract(moves[0].ID), "the engine may be reading it")
+	require.False(t, b.Retract(moves[1].ID))
+	b.got(b.Reaped(b.now, 1))
+	require.False(t, b.Retract(moves[0].ID), "it is over")
+}
+
 // Where a load is not verified in the cache, block by block and in one attempt, nothing is used before its end.
 func TestOverlapIsForVerifiedLoads(t *testing.T) {
 	for name, change := range map[string]func(*Config){

@@ -100,7 +100,7 @@ func (h *host) copySlot(m *move, at, layer int, d *rng) {
 		h.w.fail('c', "%s writes block %d for a load of its own of %s, which is over for the engine", h.e.name, b.ID, m.Transfer.Request)
 	case m.spoilt[at]:
 	case from == nil || len(m.Check) != len(m.Transfer.Blocks) || d.n(40) == 0 || m.changed(to, from, layer): // its slot is given up meanwhile
-		if m.out.Absent = m.verified == 0 || h.w.is(AloneAgain); !m.out.Absent {
+		if m.out.Absent = m.verified == 0 || h.w.is(AloneAgain) || h.tracker.Retract(m.ID); !m.out.Absent {
 			m.lacks(b)
 			m.spoil(to, at, layer)
 		}
@@ -126,7 +126,7 @@ func (h *host) tellCopied(m *move, n int) {
 	case h.inPlace(m, n) || h.w.is(AloneUnchecked):
 		m.verified = n
 		h.do(h.tracker.Verified(h.w.now, m.ID, n))
-	case m.verified == 0:
+	case m.verified == 0 || h.tracker.Retract(m.ID):
 		m.out.Absent = true
 	default:
 		m.doubted = true // its end says which block it is
