@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -89,12 +90,28 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 	if c == nil || !b.cfg.Overlap || c.op.kind != Load || c.op.canceled || c.op.planning {
 		return nil
 	}
-	o := c.op
 	c.layers = max(c.layers, min(n, b.cfg.Layers))
+	b.tellLayers(c.op)
+	return b.take()
+}
+
+// whole notes that a call of a load is over, and that all it has loaded is verified: whether it has announced layers or not, it has all of
+// them while others go on.
+func (b *Tracker) whole(c *call) {
+	o := c.op
+	if !c.overlap || o.canceled || !slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) {
+		return
+	}
+	c.layers = b.cfg.Layers
+	b.tellLayers(o)
+}
+
+// tellLayers tells the engine how many layers all calls of a load have, if that is news and nothing has failed.
+func (b *Tracker) tellLayers(o *op) {
 	all := b.cfg.Layers
 	for _, c := range o.calls {
 		if c.state != running && c.state != over {
-			return b.take() // it is tried again, which writes all of its layers
+			return // it is tried again, which writes all of its layers
 		}
 		all = min(all, c.layers)
 	}
@@ -102,7 +119,6 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 		o.arrived = all
 		b.emit(Tell{Event{Kind: Arriving, Request: o.t.Request, Step: o.step, Layers: all}})
 	}
-	return b.take()
 }
 
 // Retract takes back what Verified has said of a call, so that its blocks may be written again. It is false, and takes nothing back, when the

@@ -129,6 +129,40 @@ func TestVerifiedOnEveryRank(t *testing.T) {
 	b.quiet()
 }
 
+// A call that announces nothing keeps the engine from the layers of the others only until it has ended: what it has loaded is verified then.
+func TestEndOfASilentCall(t *testing.T) {
+	b := overlapped(t, 2)
+	b.start(Load, 1)
+	moves := all[Move](b)
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	b.quiet()
+	b.done(moves[0], Outcome{})
+	e := b.event()
+	require.Equal(t, Arriving, e.Kind)
+	require.Equal(t, 1, e.Layers)
+	require.False(t, b.Retract(moves[1].ID))
+	b.done(moves[1], Outcome{})
+	require.Equal(t, Loaded, b.event().Kind)
+
+	b = overlapped(t, 2)
+	b.start(Load, 1)
+	moves = all[Move](b)
+	b.done(moves[0], Outcome{})
+	b.quiet()
+	b.got(b.Verified(b.now, moves[1].ID, 2))
+	require.Equal(t, 2, b.event().Layers)
+
+	b = newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap, c.Slots, c.Placed = 1, 2, true, 8, true })
+	b.start(Load, 5)
+	moves = all[Move](b)
+	require.Len(t, moves, 3, "parts of two blocks, and one")
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	b.got(b.Verified(b.now, moves[1].ID, 2))
+	b.quiet()
+	b.done(moves[2], Outcome{})
+	require.Equal(t, 1, b.event().Layers)
+}
+
 // Rule OVERLAP-03: what the engine may be reading is not loaded again, neither after ErrBusy nor by the next process.
 // A rank that has announced a layer and is tried again writes that layer again, so the engine does not learn of it before.
 func TestOverlapWaitsForTheLastAttempt(t *testing.T) {
