@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -19,8 +20,12 @@ import (
 // What is placed is loaded layer by layer where the engine takes layers as they come (rule PLACE-29): the host copies some layers of
 // all blocks after the others, and verifies each in the copy.
 
-// pieceBytes is how much comes at least from one announcement to the next: what each costs is little beside copying that much.
-const pieceBytes = 1 << 20
+// pieceBytes is how much each core that may copy has to copy from one announcement to the next, so that what each costs is little beside
+// that. Where there are many cores a load has a few announcements nevertheless, if it is large enough for one core.
+const (
+	pieceBytes = 1 << 20
+	fewPieces  = 4
+)
 
 // copying is a load of blocks of one rank from the slots in which they lie.
 type copying struct {
@@ -55,8 +60,12 @@ func (p *placement) loadLayers(ctx context.Context, r *rank, number int, blocks 
 	c := &copying{placement: p, r: r, blocks: blocks, refs: refs, stores: digest.StoresForLoad(int64(r.size(blocks))), errs: make([]error, len(blocks))}
 	ends := []int{p.layout.Layers()}
 	if arrived != nil {
-		ends = p.pieces(blocks)
+		ends = p.pieces(blocks, min(cap(r.hands), len(blocks)))
 	}
+	if !r.hold(ctx) { // once for all pieces: what others have to do is waited for once
+		return out
+	}
+	defer r.let()
 	var all bool
 	out.announced, all = c.copyPieces(ctx, ends, arrived)
 	for i, err := range c.errs {
@@ -110,25 +119,28 @@ func (l *placedLoad) err() error {
 	return bad
 }
 
-// pieces are the numbers of layers after which a load of blocks says that they are there.
-func (p *placement) pieces(blocks []connector.Block) (ends []int) {
+// pieces are the numbers of layers after which a load of blocks by some cores says that they are there. Only layers that have a segment count:
+// their numbers are the engine's.
+func (p *placement) pieces(blocks []connector.Block, cores int) (ends []int) {
 	blocksOf := make([]int64, len(p.layout.Groups))
 	for _, b := range blocks {
 		blocksOf[b.Group]++
 	}
-	bytes := make([]int64, p.layout.Layers())
+	bytes, all := map[int]int64{}, int64(0)
 	for _, s := range p.layout.Segments {
 		if s.Layer >= 0 {
-			bytes[s.Layer] += blocksOf[s.Group] * s.Bytes
+			n := blocksOf[s.Group] * s.Bytes
+			bytes[s.Layer] += n
+			all += n
 		}
 	}
 	least := p.piece
 	if least == 0 {
-		least = pieceBytes
+		least = max(pieceBytes, min(int64(cores)*pieceBytes, all/fewPieces))
 	}
-	sum := int64(0)
-	for layer, n := range bytes {
-		if sum += n; sum >= least || layer == len(bytes)-1 {
+	sum, layers := int64(0), slices.Sorted(maps.Keys(bytes))
+	for i, layer := range layers {
+		if sum += bytes[layer]; sum >= least || i == len(layers)-1 {
 			ends, sum = append(ends, layer+1), 0
 		}
 	}
@@ -141,11 +153,11 @@ func (c *copying) copyLayers(ctx context.Context, from, to int) bool {
 	for g := range segments {
 		segments[g] = c.r.kv.Between(uint16(g), from, to)
 	}
-	return c.r.shareUntil(ctx, len(c.blocks), func(i int) {
+	return c.r.shareWith(ctx, len(c.blocks), func(i int) {
 		if c.errs[i] == nil {
 			c.errs[i] = c.copyBlock(i, from == 0, segments[c.blocks[i].Group])
 		}
-	})
+	}, func(work func()) { work() })
 }
 
 // copyBlock copies segments of one block, and at first its digests. What was copied counts only if its slot had no other use meanwhile, and its digests are

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"math"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -70,15 +71,49 @@ func TestPlacedLayers(t *testing.T) {
 // Nothing is announced of a load that is over at once, nor to an engine that does not want to know.
 func TestSmallLoadsHaveNoLayers(t *testing.T) {
 	r, bs, _ := layered(t, 1, all())
-	require.Equal(t, []int{1, 2, 3}, r.p.pieces(bs))
+	require.Equal(t, []int{1, 2, 3}, r.p.pieces(bs, 1))
 	r.p.piece = 1500 * int64(len(bs))
-	require.Equal(t, []int{2, 3}, r.p.pieces(bs))
+	require.Equal(t, []int{2, 3}, r.p.pieces(bs, 1))
 	r.p.piece = 0
-	require.Equal(t, []int{3}, r.p.pieces(bs))
+	require.Equal(t, []int{3}, r.p.pieces(bs, 1))
 	did := r.p.loadLayers(t.Context(), r.ranks[0], 0, elsewhere(bs), hears(func(n int) { require.Fail(t, "announced", "%d layers", n) }))
 	require.True(t, did.whole)
 	require.False(t, did.announced)
 	require.True(t, r.loaded(0, bs...))
+}
+
+// Each core has a piece to copy for each announcement, unless there are so many that nothing would be announced. What the highest layer is
+// called costs nothing.
+func TestPieces(t *testing.T) {
+	layout := connector.Layout{Groups: []connector.Group{all()}}
+	for layer := range 16 {
+		layout.Segments = append(layout.Segments, connector.Segment{Layer: layer, Bytes: pieceBytes / 8})
+	}
+	p := &placement{layout: &layout}
+	bs := make([]connector.Block, 8) // 1 MiB for each layer
+	require.Len(t, p.pieces(bs, 1), 16)
+	require.Equal(t, []int{2, 4, 6, 8, 10, 12, 14, 16}, p.pieces(bs, 2))
+	require.Equal(t, []int{4, 8, 12, 16}, p.pieces(bs, 64))
+	require.Equal(t, []int{8, 16}, p.pieces(bs[:1], 64), "no core has less than a piece")
+	layout.Segments[15].Layer = math.MaxInt32
+	require.Equal(t, []int{8, math.MaxInt32 + 1}, p.pieces(bs[:1], 1))
+}
+
+// A load waits once for a core, and keeps that until all of its layers are there.
+func TestPlacedLayersKeepTheirCore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, bs, _ := layered(t, 1, all())
+		hands, heard := r.ranks[0].hands, 0
+		did := r.p.loadLayers(t.Context(), r.ranks[0], 0, elsewhere(bs), hears(func(int) {
+			heard++
+			for len(hands) < cap(hands) {
+				hands <- struct{}{} // others take what is free, and keep it
+			}
+		}))
+		require.True(t, did.whole)
+		require.Equal(t, 3, heard)
+		require.Len(t, hands, cap(hands)-1)
+	})
 }
 
 // Rule PLACE-29: a slot that is damaged, has another use or another version of its block between two layers costs that block, also where the

@@ -25,7 +25,7 @@ type placement struct {
 	world   int
 	failed  func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
 	layered func(blocks int)          // is told about blocks of which layers were announced before all had come; may be nil
-	piece   int64                     // how many bytes come at least from one announcement to the next; 0: pieceBytes
+	piece   int64                     // how many bytes come at least from one announcement to the next; 0: as pieces says
 
 	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by whoever takes it away: nobody waits for it to read
 	host    *place.Host  // nil: nothing is placed

@@ -316,9 +316,30 @@ func (r *rank) share(n int, f func(int)) { r.shareUntil(context.Background(), n,
 
 // shareUntil is share until ctx ends: then it begins nothing more. false: f did not run for all.
 func (r *rank) shareUntil(ctx context.Context, n int, f func(int)) bool {
+	return r.shareWith(ctx, n, f, func(work func()) {
+		if r.hold(ctx) {
+			defer r.let()
+			work()
+		}
+	})
+}
+
+// hold waits for a core, until ctx ends; let gives it back if it is true.
+func (r *rank) hold(ctx context.Context) bool {
+	select {
+	case r.hands <- struct{}{}:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+func (r *rank) let() { <-r.hands }
+
+// shareWith is shareUntil where own runs the work of the core that is waited for.
+func (r *rank) shareWith(ctx context.Context, n int, f func(int), own func(work func())) bool {
 	var next, done atomic.Int64
 	work := func() {
-		defer func() { <-r.hands }()
 		for ctx.Err() == nil {
 			i := next.Add(1)
 			if i > int64(n) {
@@ -332,15 +353,14 @@ func (r *rank) shareUntil(ctx context.Context, n int, f func(int)) bool {
 	for range min(cap(r.hands), n) - 1 {
 		select {
 		case r.hands <- struct{}{}:
-			others.Go(work)
+			others.Go(func() {
+				defer r.let()
+				work()
+			})
 		default:
 		}
 	}
-	select {
-	case r.hands <- struct{}{}:
-		work()
-	case <-ctx.Done():
-	}
+	own(work)
 	others.Wait()
 	return done.Load() == int64(n)
 }
