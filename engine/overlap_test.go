@@ -84,6 +84,7 @@ func TestOverlap(t *testing.T) {
 			}
 			released(t, p)
 			requireIdle(t, d)
+			require.Equal(t, len(reqs), d.metric(t, "kvport_overlapped_chunks_total", ""), "each prompt's last token was computed amid its load")
 		})
 	}
 }

@@ -84,7 +84,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		placedMatches: own.Counter("kvport_placed_matches_total", "Matches that the host answered from its index of the connector's memory without a call of the plugin."),
 		placedFailed:  own.Counter("kvport_placed_failed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and could not use: their slots were given up meanwhile, or held something else. The plugin is asked for them, if one is up, unless the engine has learned of a layer of their load."),
 		alone:         own.Counter("kvport_placed_alone_blocks_total", "Blocks of kvport_placed_blocks_total that were loaded while no plugin was up."),
-		byLayer:       own.Counter("kvport_placed_by_layer_blocks_total", "Blocks of kvport_placed_blocks_total of which the engine learned layer by layer that they had come."),
+		byLayer:       own.Counter("kvport_placed_by_layer_blocks_total", "Blocks of kvport_placed_blocks_total whose load ended after the engine had learned that layers of it had come."),
 		aloneMatches:  own.Counter("kvport_placed_alone_matches_total", "Matches of kvport_placed_matches_total that were answered while no plugin was up."),
 		arena:         own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
 		allocated:     own.Gauge("kvport_arena_allocated_bytes", "Bytes of kvport_arena_bytes that are allocated: the host does that in the background, from its start on."),

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -41,9 +42,10 @@ type copying struct {
 type placedLoad struct {
 	whole     bool                // all blocks came, and are right
 	announced bool                // somebody has heard of a layer
-	failed    []connector.BlockID // blocks that were copied and cannot be used
-	damaged   int                 // of them: they are not what was saved
-	why       error               // what was wrong with the first of those that are damaged
+	found     unreadable          // blocks that lay in their slots all the time and are not what was saved, or cannot be checked
+	damage    error               // what was said of the first that is not what was saved
+	gone      []connector.BlockID // blocks that cannot be used for another reason
+	why       error               // the first of those that is not another use of the slot
 }
 
 // loadLayers copies blocks of one rank to the cache and verifies them there. arrived, unless nil, hears how many layers are right in all
@@ -71,7 +73,7 @@ func (p *placement) loadLayers(ctx context.Context, r *rank, number int, blocks 
 	for i, err := range c.errs {
 		out.note(blocks[i].ID, err)
 	}
-	if out.whole = all && len(out.failed) == 0; out.whole {
+	if out.whole = all && out.failed() == 0; out.whole {
 		p.used.note(refs)
 	}
 	return out
@@ -98,26 +100,43 @@ func (c *copying) copyPieces(ctx context.Context, ends []int, arrived connector.
 
 // note adds what became of a block.
 func (l *placedLoad) note(id connector.BlockID, err error) {
-	if err == nil {
-		return
-	}
-	l.failed = append(l.failed, id)
-	if damaged(err) {
-		if l.damaged++; l.why == nil {
-			l.why = err
+	lie, refused := errors.AsType[*place.RefusalError](err)
+	_, foreign := errors.AsType[*digest.ForeignKeyError](err)
+	damaged := errors.Is(err, connector.ErrCorrupt) || refused && lie.Fault() // no honest plugin changes a header under its word
+	switch {
+	case err == nil:
+	case errors.Is(err, place.ErrGone):
+		l.gone = append(l.gone, id)
+	case damaged || foreign || errors.Is(err, connector.ErrOutdated):
+		if damaged {
+			l.damage = cmp.Or(l.damage, err)
 		}
+		l.found.add(id, err)
+	default:
+		l.gone, l.why = append(l.gone, id), cmp.Or(l.why, err)
 	}
 }
 
-// err says which blocks failed of a load that nobody tries again. If something is damaged, all that failed is replaced when it is
-// computed, and counts as what a plugin loads so.
-func (l *placedLoad) err() error {
-	bad := &connector.BlockError{Blocks: l.failed, Err: l.why}
-	if bad.Err == nil {
-		bad.Err = fmt.Errorf("its slot had another use before all layers were copied: %w", connector.ErrGone)
-	}
-	return bad
+// failed is how many blocks were copied and cannot be used.
+func (l *placedLoad) failed() int {
+	return len(l.gone) + len(l.found.corrupt) + len(l.found.foreign) + len(l.found.outdated)
 }
+
+// outcome is how a load of some blocks ended that nobody tries again, which is late if its time is over.
+func (l *placedLoad) outcome(blocks int, late error) tracker.Outcome {
+	out := tracker.Outcome{Err: late, Corrupt: l.found.corrupt, Damage: l.damage, Foreign: l.found.foreign, Outdated: l.found.outdated}
+	if late != nil {
+		return out
+	}
+	out.Placed = blocks - l.failed()
+	if len(l.gone) > 0 {
+		out.Err = &connector.BlockError{Blocks: l.gone, Err: cmp.Or(l.why, errReused)}
+	}
+	return out
+}
+
+// errReused is why a block failed whose slot was honestly given up.
+var errReused = fmt.Errorf("its slot had another use before all layers were copied: %w", connector.ErrGone)
 
 // pieces are the numbers of layers after which a load of blocks by some cores says that they are there. Only layers that have a segment count:
 // their numbers are the engine's.
@@ -189,11 +208,6 @@ func (c *copying) copyBlock(i int, first bool, segments []int) error {
 // right says whether no block has failed.
 func (c *copying) right() bool {
 	return !slices.ContainsFunc(c.errs, func(err error) bool { return err != nil })
-}
-
-// damaged says that a block which lay in its slot all the time is not what was saved.
-func damaged(err error) bool {
-	return errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, place.ErrGone)
 }
 
 // layersOf gives what tells the engine of the layers of a load, nil if it does not want to know. over ends that, when all was told.

@@ -3,18 +3,19 @@ package host
 import (
 	"bytes"
 	"context"
-	"errors"
 	"math"
 	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/place"
+	"github.com/kvport/kvport/internal/tracker"
 )
 
 // hears is called with each number of layers that is announced.
@@ -122,16 +123,18 @@ func TestPlacedLayersFail(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil   func(r *placedRig, b connector.Block, slot uint32)
 		damaged bool
+		says    error
 	}{
 		"damaged": {func(r *placedRig, b connector.Block, slot uint32) {
 			r.shelf.Bytes(place.Slot(slot), int(r.p.layout.BlockBytes(0)))[2500] ^= 1
-		}, true},
-		"given up": {func(r *placedRig, _ connector.Block, slot uint32) { r.shelf.Retire(place.Slot(slot)) }, false},
+		}, true, connector.ErrCorrupt},
+		"its header lies": {func(r *placedRig, _ connector.Block, slot uint32) { r.arena[4096+128*int(slot)+20] ^= 1 }, true, place.ErrRefused},
+		"given up":        {func(r *placedRig, _ connector.Block, slot uint32) { r.shelf.Retire(place.Slot(slot)) }, false, nil},
 		"used again": {func(r *placedRig, b connector.Block, slot uint32) {
 			r.shelf.Retire(place.Slot(slot))
 			r.next = slot
 			r.save(0, b)
-		}, false},
+		}, false, nil},
 		"replaced where it lies": {func(r *placedRig, b connector.Block, slot uint32) {
 			kv := r.ranks[0].kv
 			kv.View(2, b.ID)[7] ^= 1
@@ -139,7 +142,7 @@ func TestPlacedLayersFail(t *testing.T) {
 			spans, err := kv.Spans(b)
 			require.NoError(r, err)
 			copy(r.shelf.Bytes(place.Slot(slot), int(r.p.layout.BlockBytes(0))), bytes.Join(spans, nil))
-		}, true},
+		}, true, connector.ErrCorrupt},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, bs, slots := layered(t, 1, all())
@@ -151,12 +154,17 @@ func TestPlacedLayersFail(t *testing.T) {
 			}))
 			require.False(t, did.whole)
 			require.True(t, did.announced)
-			err := did.err()
-			some, is := errors.AsType[*connector.BlockError](err)
-			require.True(t, is)
-			require.Equal(t, []connector.BlockID{to[2].ID}, some.Blocks)
-			require.Equal(t, c.damaged, errors.Is(err, connector.ErrCorrupt))
-			require.Equal(t, !c.damaged, errors.Is(err, connector.ErrGone))
+			out, bad := did.outcome(len(to), nil), []connector.BlockID{to[2].ID}
+			require.Equal(t, 3, out.Placed)
+			if c.damaged {
+				require.NoError(t, out.Err)
+				require.Equal(t, bad, out.Corrupt)
+				require.ErrorIs(t, out.Damage, c.says)
+			} else {
+				require.Empty(t, out.Corrupt)
+				require.ErrorIs(t, out.Err, connector.ErrGone)
+				require.Equal(t, []connector.Block{to[0], to[1], to[3]}, tracker.Arrived(to, out.Err))
+			}
 			require.LessOrEqual(t, heard, 2)
 			for _, i := range []int{0, 1, 3} {
 				require.NoError(t, r.ranks[0].hasher.Check(r.ranks[0].kv, to[i]), "what did not fail is whole")
@@ -243,8 +251,9 @@ func TestEngineLearnsOfPlacedLayers(t *testing.T) {
 	require.ErrorIs(t, loaded.Err, connector.ErrCorrupt)
 	require.ErrorIs(t, connector.AwaitLayers(t.Context(), arriving.Layers, r.layers), connector.ErrGone)
 	require.InDelta(t, 1, testutil.ToFloat64(r.Host.metrics.integrity), 0)
-	require.InDelta(t, 5, testutil.ToFloat64(r.Host.metrics.placed), 0)
-	require.InDelta(t, 3, testutil.ToFloat64(r.Host.metrics.byLayer), 0)
+	for _, counter := range []prometheus.Counter{r.Host.metrics.placed, r.Host.metrics.alone, r.Host.metrics.byLayer} {
+		require.InDelta(t, 5, testutil.ToFloat64(counter), 0, "what came of a load that failed in part counts in all of them")
+	}
 	require.Empty(t, r.arriving)
 	require.NoError(t, r.closeNow())
 }

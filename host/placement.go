@@ -20,12 +20,11 @@ import (
 // of the plugin, and while none is up. Whatever is in doubt goes by message, and so does what is not resident, unless it is known to be
 // nowhere. A nil placement finds nothing.
 type placement struct {
-	layout  *connector.Layout // of the cache
-	shape   connector.Fingerprint
-	world   int
-	failed  func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
-	layered func(blocks int)          // is told about blocks of which layers were announced before all had come; may be nil
-	piece   int64                     // how many bytes come at least from one announcement to the next; 0: as pieces says
+	layout *connector.Layout // of the cache
+	shape  connector.Fingerprint
+	world  int
+	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
+	piece  int64                     // how many bytes come at least from one announcement to the next; 0: as pieces says
 
 	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by whoever takes it away: nobody waits for it to read
 	host    *place.Host  // nil: nothing is placed
@@ -281,8 +280,8 @@ func (p *placement) where(number int, blocks []connector.Block) ([]place.Ref, bo
 
 // tally counts the blocks of a load that were copied and cannot be used, and that the plugin is asked for.
 func (p *placement) tally(did *placedLoad) {
-	if len(did.failed) > 0 {
-		p.fail(len(did.failed), did.damaged)
+	if n := did.failed(); n > 0 {
+		p.fail(n, len(did.found.corrupt))
 	}
 }
 

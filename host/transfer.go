@@ -147,22 +147,19 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 	arrived, told := h.layersOf(a)
 	did := h.place.loadLayers(ctx, r, a.Rank, a.Check, arrived)
 	told()
-	switch late := ctx.Err(); {
-	case did.whole:
-		if did.announced && h.place.layered != nil {
-			h.place.layered(len(blocks))
-		}
-	case late != nil:
-		h.place.tally(&did)
-		out.Err = late
-	case !did.announced || h.retract(a.ID):
+	late := ctx.Err()
+	if did.whole {
+		late = nil
+	} else if late == nil && (!did.announced || h.retract(a.ID)) {
 		h.place.tally(&did)
 		return out, false
-	default:
-		h.place.fail(len(did.failed), 0)
-		out.Err = did.err()
 	}
-	h.metrics.placed.Add(float64(len(tracker.Arrived(blocks, out.Err))))
+	if n := did.failed(); n > 0 {
+		h.place.fail(n, 0) // the end of the load counts what is damaged
+		h.unread(&did.found, 0, nil)
+	}
+	out = did.outcome(len(blocks), late)
+	h.metrics.placed.Add(float64(out.Placed))
 	return out, true
 }
 
@@ -170,8 +167,7 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 func (h *Host) placing() *placement {
 	return &placement{
 		layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks),
-		failed:  func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) },
-		layered: func(blocks int) { h.metrics.byLayer.Add(float64(blocks)) },
+		failed: func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) },
 	}
 }
 

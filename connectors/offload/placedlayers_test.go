@@ -44,15 +44,20 @@ func TestPlacedHitsByLayer(t *testing.T) {
 		settled(t, &client, p)
 		return tokens
 	}
+	wants := map[int][][]int32{} // by how many arguments an engine has
 	for _, c := range placedSetups() {
 		if c.config != alone { // children are read whole
 			continue
 		}
 		t.Run(c.name, func(t *testing.T) {
 			args := append([]string{"--num-blocks", "96"}, c.args...)
-			single := serve(t, kvport, model, "", args...)
-			want := ask(single)
-			stop(t, single)
+			want := wants[len(args)]
+			if want == nil {
+				single := serve(t, kvport, model, "", args...)
+				want = ask(single)
+				wants[len(args)] = want
+				stop(t, single)
+			}
 			config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":268435456},"kvport":{"trust":%q}}`, c.trust)
 			p := serve(t, kvport, model, "", append([]string{"--kv-transfer-config", config}, args...)...)
 			require.Equal(t, want, ask(p))
@@ -62,10 +67,17 @@ func TestPlacedHitsByLayer(t *testing.T) {
 			}
 			m, err := client.Metrics(t.Context(), p.URL)
 			require.NoError(t, err)
+			for try := 0; m.Sum("kvport_overlapped_chunks_total") == 0; try++ {
+				require.Less(t, try, 20, "no chunk was computed amid its load in twenty rounds of hits")
+				require.Equal(t, want, ask(p))
+				m, err = client.Metrics(t.Context(), p.URL)
+				require.NoError(t, err)
+			}
 			placed, byLayer := m.Sum("kvport_placed_blocks_total"), m.Sum("kvport_placed_by_layer_blocks_total")
-			t.Logf("%v blocks without a call, %v of them layer by layer, %v external tokens", placed, byLayer, m.Sum("kvport_prompt_tokens_total", `source="external"`))
+			t.Logf("%v blocks without a call, %v of them layer by layer, %v chunks amid their loads, %v external tokens",
+				placed, byLayer, m.Sum("kvport_overlapped_chunks_total"), m.Sum("kvport_prompt_tokens_total", `source="external"`))
 			require.Positive(t, byLayer)
-			require.InDelta(t, placed, byLayer, 0, "each hit is larger than what is announced at once")
+			require.LessOrEqual(t, byLayer, placed)
 			require.Zero(t, m.Sum("kvport_integrity_failures_total"))
 			require.Zero(t, m.Sum("kvport_placed_failed_blocks_total"))
 			stop(t, p)

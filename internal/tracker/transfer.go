@@ -56,6 +56,7 @@ type op struct {
 	givenUp  bool               // no more will be
 	computed bool               // its step is over
 	arrived  int                // layers of a load that the engine may use before its end
+	placed   int                // blocks of it that the host brought, on every rank
 	tail     connector.BlockKey // loads: of the partial last block, at its producer
 	source   *Source            // the engine of another shape from which the ticket comes; nil: it is of ours
 	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
@@ -294,6 +295,7 @@ func (b *Tracker) Moved(now time.Time, id CallID, out Outcome) []Action {
 		out.Err = errEarly
 	}
 	b.judge(c, out)
+	o.placed += out.Placed
 	if len(o.failed) == 0 {
 		b.whole(c)
 	}
@@ -438,6 +440,9 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 		ev.Err = o.err
 	}
 	if o.kind == Load {
+		if o.arrived > 0 {
+			ev.ByLayer = o.placed
+		}
 		ev.Unverified = b.taint(o)
 		b.settleLoad(o)
 		b.emit(Tell{ev})
