@@ -3,8 +3,10 @@ package host
 import (
 	"bytes"
 	"context"
+	"errors"
 	"math"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -160,6 +162,10 @@ func TestPlacedLayersFail(t *testing.T) {
 				require.NoError(t, out.Err)
 				require.Equal(t, bad, out.Corrupt)
 				require.ErrorIs(t, out.Damage, c.says)
+				late := did.outcome(len(to), context.DeadlineExceeded)
+				require.ErrorIs(t, late.Err, context.DeadlineExceeded)
+				require.Zero(t, late.Placed)
+				require.Equal(t, bad, late.Corrupt, "it is replaced, whenever it was found")
 			} else {
 				require.Empty(t, out.Corrupt)
 				require.ErrorIs(t, out.Err, connector.ErrGone)
@@ -256,4 +262,52 @@ func TestEngineLearnsOfPlacedLayers(t *testing.T) {
 	}
 	require.Empty(t, r.arriving)
 	require.NoError(t, r.closeNow())
+}
+
+// powerfulWorker has the powers overlap and place, and brings nothing.
+type powerfulWorker struct {
+	idleWorker
+	layers, loads atomic.Int64 // calls
+}
+
+// LoadLayers implements connector.LayerLoader.
+func (w *powerfulWorker) LoadLayers(context.Context, *connector.Transfer, *connector.KV, connector.Arrivals) error {
+	w.layers.Add(1)
+	return nil
+}
+
+// SavePlaced implements connector.Placer.
+func (w *powerfulWorker) SavePlaced(context.Context, *connector.Transfer, *connector.KV, []uint32) ([]uint32, error) {
+	return nil, nil
+}
+
+// LoadPlaced implements connector.Placer.
+func (w *powerfulWorker) LoadPlaced(context.Context, *connector.Transfer, *connector.KV, []uint32) ([]uint32, error) {
+	w.loads.Add(1)
+	return nil, nil
+}
+
+// Where the engine takes layers of what the host places, a plugin that brings layers, too, does so in place. At trust level staged it is asked
+// for whole loads: it fills landing memory, and knows no block of the cache.
+func TestStagedLoadsOfAPlacerAreWhole(t *testing.T) {
+	for trust, layers := range map[Trust]int64{TrustInPlace: 1, TrustStaged: 0} {
+		t.Run(string(trust), func(t *testing.T) {
+			o := rigOptions{settings: map[string]any{"trust": string(trust)}}
+			cfg, eng, opts := o.build(t)
+			takesLayers(&opts)
+			w := &powerfulWorker{}
+			opts.Workers = func([]*Region, connector.Layout) ([]connector.Worker, error) { return []connector.Worker{w}, nil }
+			h := newHost(cfg, eng, opts)
+			require.NoError(t, errors.Join(h.identify(), h.openRanks()))
+			g, err := h.startWorkers()
+			require.NoError(t, err)
+			h.place = h.placing()
+			h.begin(g)
+			r := &rig{Host: h, t: t, ranks: eng.Ranks}
+			require.Len(t, r.load("a", keys(1, 2), 8).Failed, 2, "what it says that it brought is not what was saved")
+			require.Equal(t, layers, w.layers.Load())
+			require.Equal(t, 1-layers, w.loads.Load())
+			require.NoError(t, r.closeNow())
+		})
+	}
 }
