@@ -64,8 +64,8 @@ func CopyDigests(kv *connector.KV, b connector.Block, from Slot) error {
 	return nil
 }
 
-// CopySegments is CopyIn of some of a block's segments, whose digests CopyDigests has copied: once, so that all segments are those of
-// one version of the block, however its slot changes between two calls.
+// CopySegments is CopyIn of some of a block's segments, whose digests CopyDigests has copied: once, so that all segments are those which these
+// digests name, however the slot changes between two calls. The digests of an honest slot name one version of the block.
 func (h *Hasher) CopySegments(kv *connector.KV, b connector.Block, segments []int, from Slot, stores mac.Stores) error {
 	p, err := placeOf(kv, b)
 	if err != nil {
