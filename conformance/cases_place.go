@@ -26,7 +26,7 @@ func placeCases() []Case {
 	return []Case{
 		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
-		placeCase("place-layers", "PLACE-21", "A host that reads a block layer by layer, while saves replace it and slots are used again, reads one version of it, or sees that it is gone.", placeLayers),
+		placeCase("place-layers", "PLACE-21", "A block is replaced again and again, as between two layers that a host reads, and slots are used again: who reads what was there reads it whole, or sees that it is gone.", placeLayers),
 		reset,
 		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
 		placeCase("place-loaded", "PLACE-25", "The slots that a load names hold its blocks whole, and it takes any number of a slot that was read.", placeLoaded),
@@ -181,16 +181,16 @@ func placeReplaced(p *placing) {
 	was := bytes.Clone(p.bytesOf(b))
 	ref, err := p.find(b)
 	p.must(err, "find")
-	p.replace(b)
+	p.replace(b, 0x5a)
 	p.wasOrGone(ref, was)
 }
 
-// replace saves another version of a block.
-func (p *placing) replace(b connector.Block) {
+// replace saves another version of a block, whose bytes differ in some bits.
+func (p *placing) replace(b connector.Block, bits byte) {
 	p.Helper()
 	for _, s := range p.kv[0].Segments(b.Group) {
 		for i := range p.kv[0].View(s, b.ID) {
-			p.kv[0].View(s, b.ID)[i] ^= 0x5a
+			p.kv[0].View(s, b.ID)[i] ^= bits
 		}
 	}
 	p.seal(p.kv[0], b)
@@ -217,8 +217,8 @@ func placeLayers(p *placing) {
 	was := bytes.Clone(p.bytesOf(b))
 	ref, err := p.find(b)
 	p.must(err, "find")
-	for range 4 { // between two layers the block may be replaced more than once
-		p.replace(b)
+	for turn := range 4 { // between two layers the block may be replaced more than once
+		p.replace(b, 1<<turn) // other bits each time, so no version comes again
 		p.wasOrGone(ref, was)
 	}
 }
