@@ -1,6 +1,8 @@
 package simulate
 
 import (
+	"slices"
+
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/tracker"
 )
@@ -80,8 +82,11 @@ func (h *host) copyAlone(i int, d *rng) {
 		at, layer := m.done%n, m.done/n
 		m.done++
 		h.copySlot(m, at, layer, d)
-		if m.byLayer && at == n-1 && !m.out.Absent {
-			h.tellCopied(m, layer+1)
+		if m.byLayer && !m.out.Absent {
+			h.judgeCopied(m, at, layer)
+			if at == n-1 {
+				h.tellCopied(m, layer+1)
+			}
 		}
 		if !m.out.Absent {
 			return
@@ -119,31 +124,58 @@ func (m *move) changed(to, from *cell, layer int) bool {
 	return m.byLayer && (from.short > 0 || layer > 0 && !to.equal(from))
 }
 
+// judgeCopied verifies what has just been copied of a block, once: nothing is looked at again (rule PLACE-29).
+func (h *host) judgeCopied(m *move, at, layer int) {
+	if m.spoilt[at] || h.w.is(AloneUnchecked) {
+		return
+	}
+	b := m.Check[at]
+	switch bad, foreign := h.wrong(m, at, h.cached(m, at), layers-1-layer); {
+	case foreign:
+		m.out.Foreign = append(m.out.Foreign, b.ID)
+	case bad:
+		m.out.Corrupt = append(m.out.Corrupt, b.ID)
+	default:
+		return
+	}
+	if m.spoilt == nil {
+		m.spoilt = map[int]bool{}
+	}
+	m.spoilt[at] = true
+}
+
 // tellCopied says that the first layers of a load of the host's own are right.
 func (h *host) tellCopied(m *move, n int) {
 	switch {
-	case len(m.missing) > 0 || m.doubted:
-	case h.inPlace(m, n) || h.w.is(AloneUnchecked):
+	case len(m.missing)+len(m.out.Corrupt)+len(m.out.Foreign) == 0:
 		m.verified = n
 		h.do(h.tracker.Verified(h.w.now, m.ID, n))
 	case m.verified == 0 || h.tracker.Retract(m.ID):
 		m.out.Absent = true
-	default:
-		m.doubted = true // its end says which block it is
 	}
 }
 
-// endAlone verifies what was copied, and tells the tracker.
+// checkCopied verifies that a look at the whole copy would find nothing more than was found while it was made.
+func (h *host) checkCopied(m *move) {
+	bad, foreign := h.checkDigests(m, h.cached)
+	for _, id := range slices.Concat(bad, foreign) {
+		if !slices.Contains(m.out.Corrupt, id) && !slices.Contains(m.out.Foreign, id) {
+			h.w.fail('c', "%s: block %d of a load of its own of %s was verified layer by layer, and is wrong", h.e.name, id, m.Transfer.Request)
+		}
+	}
+}
+
+// endAlone verifies what was copied whole, and tells the tracker.
 func (h *host) endAlone(m *move) {
 	switch {
 	case m.canceled:
 		m.out = tracker.Outcome{Err: errCanceled}
 	case m.out.Absent:
-	case m.verified > 0 && !h.w.is(AloneUnchecked):
+	case m.byLayer && !h.w.is(AloneUnchecked):
 		if len(m.missing) > 0 {
 			m.out.Err = &connector.BlockError{Blocks: m.missing, Err: connector.ErrGone}
 		}
-		m.out.Corrupt, m.out.Foreign = h.checkDigests(m, h.cached)
+		h.checkCopied(m)
 		h.vouch(m)
 		h.noteForeign(m)
 		h.w.stats.AloneLayers++
