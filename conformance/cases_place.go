@@ -23,7 +23,7 @@ func placeCases() []Case {
 	reset.Optional = true // a connector may place and have no reset, or not be emptied by one
 	complete := placeCase("place-complete", "PLACE-27", "After saves, loads, evictions, what was declined and another life: a connector that says that what is placed is all there is finds nothing else.", placeComplete)
 	complete.Optional = true // it need not say so
-	return []Case{
+	return append([]Case{
 		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
 		placeCase("place-layers", "PLACE-21", "A block is replaced again and again, as between two layers that a host reads, and slots are used again: who reads what was there reads it whole, or sees that it is gone.", placeLayers),
@@ -33,7 +33,7 @@ func placeCases() []Case {
 		placeCase("place-next-life", "PLACE-21", "What the next life writes to slots in which it found blocks is another use of them: who read on between the lives sees that.", placeNextLife),
 		placeCase("place-message", "PLACE-22", "What was placed is matched and loaded by calls, too.", placeMessage),
 		complete,
-	}
+	}, lendCases()...)
 }
 
 // placing is an engine whose host reads the arena.

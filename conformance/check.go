@@ -56,6 +56,10 @@ type Result struct {
 	// itself in a case that failed.
 	LastWords []string
 
+	// Stacks is where the connector's process was that had to be killed, in a case without a verdict or that failed: of a Go
+	// program the goroutines in the connector's own code.
+	Stacks []string
+
 	Number, Of int           // of the case among those of the run, from 1 on; 0: not known
 	Left       time.Duration // about how long the cases will take that have not run yet; 0: not known, or there are none
 	Again      bool          // it was inconclusive and will be repeated: this result is not the last of the case
@@ -177,7 +181,7 @@ func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 				t.Log("inconclusive, once more: ", strings.Join(r.Log, "; "))
 				r = o.judge(c, checkCase(t.Context(), c, newHarness, s))
 			}
-			for _, line := range slices.Concat(r.Log, r.Transcript, r.LastWords) {
+			for _, line := range slices.Concat(r.Log, r.Transcript, r.LastWords, r.Stacks) {
 				t.Log(line)
 			}
 			if why := complaint(r); why != "" {
@@ -280,13 +284,16 @@ type settings struct {
 	info     *connector.Info // nil: not known
 	fresh    Maker           // of the case's connector, with a backend of its own
 	seen     *sighting       // of the servers behind relays; nil: nobody looks
+	hung     *hung           // of the case; nil: nobody asks
 }
 
-// harness makes a harness whose connector logs to the log of the run.
+// harness makes a harness whose connector logs to the log of the run, and is asked where it is before it is killed.
 func (s *settings) harness(newHarness Maker) (Harness, error) {
 	h, err := newHarness()
-	if l, ok := h.(interface{ logTo(log *slog.Logger) }); ok && err == nil {
-		l.logTo(s.log)
+	if l, ok := h.(interface {
+		logTo(log *slog.Logger, hung *hung)
+	}); ok && err == nil {
+		l.logTo(s.log, s.hung)
 	}
 	return h, err
 }
@@ -308,6 +315,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	start := time.Now()
 	s.salt += c.ID
 	s.log = cmp.Or(s.log, slog.New(slog.DiscardHandler)).With("case", c.ID)
+	s.hung = cmp.Or(s.hung, &hung{log: s.log}) // a case that runs others reports theirs
 	s.fresh = func() (Harness, error) { return s.harness(newHarness) }
 	if c.budgeted {
 		s.deadline += slack * s.budget
@@ -316,7 +324,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	ctx, cancel := context.WithTimeout(ctx, s.deadline)
 	defer cancel()
 	before := takeSnapshot()
-	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad()}
+	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad(), hung: s.hung}
 	defer rec.load.end()
 	h := rec.begin(&c, &s)
 	if h == nil {
@@ -413,6 +421,7 @@ type recorder struct {
 	ctx   context.Context //nolint:containedctx // what T.Context gives
 	start time.Time
 	load  *load
+	hung  *hung
 	words []string
 	rule  string // that was broken; empty: the case's
 
@@ -526,13 +535,17 @@ func (r *recorder) result(c Case) Result {
 	if r.more > 0 {
 		r.log = append(r.log, fmt.Sprintf("and %d messages more", r.more))
 	}
+	var stacks []string
+	if r.status == Fail || r.status == Inconclusive {
+		stacks = r.hung.told()
+	}
 	blamed := r.blamed
 	if r.status != Fail { // it was interrupted, or late on a busy machine
 		blamed = ""
 	}
 	return Result{
 		ID: c.ID, Rule: cmp.Or(r.rule, blamed, c.Rule), Text: c.Text, Status: r.status, Log: r.log, Transcript: r.transcript, Allowed: r.allowed,
-		LastWords: r.words, Took: time.Since(r.start), excused: r.excused, undeclared: r.undeclared,
+		LastWords: r.words, Stacks: stacks, Took: time.Since(r.start), excused: r.excused, undeclared: r.undeclared,
 		away: r.away, noticed: r.noticed,
 	}
 }

@@ -196,6 +196,7 @@ type process struct {
 	manifest   func() (*host.Manifest, error)
 	trampoline string // empty: no sandbox
 	log        *slog.Logger
+	hung       *hung // nil: nobody asks
 
 	mu      sync.Mutex
 	running []*startedProcess
@@ -210,8 +211,9 @@ type startedProcess struct {
 // Manifest implements Manifester.
 func (h *process) Manifest(context.Context) (*host.Manifest, error) { return h.manifest() }
 
-// logTo has what the processes log, and write to standard error, written to the log of a run.
-func (h *process) logTo(log *slog.Logger) { h.log = log }
+// logTo has what the processes log, and write to standard error, written to the log of a run, and hung be told where they are when they
+// have to be killed.
+func (h *process) logTo(log *slog.Logger, hung *hung) { h.log, h.hung = log, hung }
 
 // Program implements Runner.
 func (h *process) Program() string { return h.path }
@@ -238,13 +240,17 @@ func (h *process) instance(ctx context.Context, m *engineMemory, manifest *host.
 	if err != nil {
 		return nil, err
 	}
-	p, err := host.Launch(ctx, h.path, host.LaunchOptions{
+	var p *host.Process
+	options := host.LaunchOptions{
 		Sandbox: box,
 		Regions: m.regions, Arena: m.arena, Environment: manifest.Environment, Log: slog.New(lines),
 		// The case's deadline says when a plugin hangs, so that a slow machine cannot.
 		Heartbeat: host.Heartbeat{Interval: time.Hour, Limit: time.Hour},
-	})
-	if err != nil {
+	}
+	if h.hung != nil {
+		options.Where = func(said []string) { h.hung.tell(h.path, p.PID(), said) }
+	}
+	if p, err = host.Launch(ctx, h.path, options); err != nil {
 		return nil, lateStart(err)
 	}
 	i := &Instance{

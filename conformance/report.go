@@ -48,6 +48,7 @@ func WriteCase(w io.Writer, r Result) error {
 	}
 	writeLines(&b, r.Transcript, len(r.Transcript))
 	writeLines(&b, r.LastWords, wordsLines)
+	writeLines(&b, r.Stacks, textLines)
 	if r.Again {
 		fmt.Fprintf(&b, "      it will run again when the other cases have ended\n")
 	}
@@ -241,6 +242,9 @@ func writeWrong(b *strings.Builder, r Result) {
 		line("came:", strings.TrimPrefix(r.Log[0], r.Rule+": "))
 	}
 	line("died:", death(r.LastWords))
+	if len(r.LastWords) == 0 {
+		line("hung:", hangsAt(r.Stacks))
+	}
 	line("allowed:", r.Allowed)
 	if rule := docs.Rule(r.Rule); rule != r.Text {
 		line("rule:", rule)
@@ -267,8 +271,16 @@ func death(words []string) string {
 	return ended + ": " + strings.TrimSpace(said[max(why, 0)])
 }
 
+// hangsAt is where a connector's process hung, in one line; empty if that is not known, or it did not.
+func hangsAt(stacks []string) string {
+	if len(stacks) < 2 {
+		return ""
+	}
+	return strings.TrimSpace(stacks[1])
+}
+
 // WriteJSON writes results as JSON Lines with id, rule, status and log; with the number of the case among so
-// many, if they are known, and with the last words of a connector's process.
+// many, if they are known, with the last words of a connector's process, and where it was if it had to be killed.
 func WriteJSON(w io.Writer, results []Result) error {
 	enc := json.NewEncoder(w)
 	for _, r := range results {
@@ -280,9 +292,10 @@ func WriteJSON(w io.Writer, results []Result) error {
 			History   []string `json:"history,omitempty"`
 			Allowed   string   `json:"allowed,omitempty"`
 			LastWords []string `json:"last_words,omitempty"`
+			Stacks    []string `json:"stacks,omitempty"`
 			Number    int      `json:"n,omitempty"`
 			Of        int      `json:"of,omitempty"`
-		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.Transcript, r.Allowed, r.LastWords, r.Number, r.Of}
+		}{r.ID, r.Rule, r.Status, append([]string{}, r.Log...), r.Transcript, r.Allowed, r.LastWords, r.Stacks, r.Number, r.Of}
 		if err := enc.Encode(row); err != nil {
 			return err
 		}
@@ -322,7 +335,7 @@ func WriteJUnit(w io.Writer, name string, results []Result) error {
 	for _, r := range results {
 		c := junitCase{Name: r.ID, Class: r.Rule, Time: fmt.Sprintf("%.3f", r.Took.Seconds())}
 		total += r.Took.Seconds()
-		message := &junitMessage{Message: r.Text, Text: strings.Join(slices.Concat(r.Log, r.Transcript, r.LastWords), "\n")}
+		message := &junitMessage{Message: r.Text, Text: strings.Join(slices.Concat(r.Log, r.Transcript, r.LastWords, r.Stacks), "\n")}
 		switch r.Status {
 		case Fail:
 			suite.Failures++

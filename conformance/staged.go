@@ -220,6 +220,23 @@ func (w *hostedWorker) LoadPlaced(ctx context.Context, t *connector.Transfer, _ 
 	return p.placed, err
 }
 
+// Lends implements connector.Lender.
+func (w *hostedWorker) Lends() int {
+	if lender, ok := connector.As[connector.Lender](w.Worker); ok {
+		return lender.Lends()
+	}
+	return 0
+}
+
+// Lend implements connector.Lender. Nothing of it goes through landing memory, so the case is the host here, as it is in place.
+func (w *hostedWorker) Lend(ctx context.Context, l *connector.Lending) (*connector.Loan, error) {
+	lender, ok := connector.As[connector.Lender](w.Worker)
+	if !ok {
+		return nil, fmt.Errorf("the connector lends no slots: %w", connector.ErrIncompatible)
+	}
+	return lender.Lend(ctx, l)
+}
+
 // Capabilities implements connector.Partial.
 func (w *hostedWorker) Capabilities() connector.Capability {
 	return connector.CapabilitiesOf(w.Worker)

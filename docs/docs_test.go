@@ -259,6 +259,34 @@ func requirePaths(t *testing.T, page, heading string, column int) (rows int) {
 	return rows
 }
 
+// TestMetricsOnPages: metrics that pages about serving name are on the page of metrics, with the labels that they have there. Those of connectors and
+// of the shims for other engines are on pages of their own.
+func TestMetricsOnPages(t *testing.T) {
+	labels := map[string][]string{}
+	for _, m := range regexp.MustCompile("(?m)^\\| `(kvport_\\w+)` \\| \\w+ \\| ([^|]*) \\|").FindAllStringSubmatch(read(t, []string{"metrics.md"}), -1) {
+		labels[m[1]] = strings.Split(m[2], ", ")
+	}
+	require.Greater(t, len(labels), 50)
+	others := regexp.MustCompile(`^kvport_(connector|shim)_|^kvport_(ticket|cache|vllm|sglang|agent)$`)
+	ofPrometheus := []string{"le", "job", "instance", "pod"}
+	named := 0
+	for _, page := range []string{"router.md", "autoscaling.md", "operate.md", "benchmarks.md", filepath.Join("..", "README.md")} {
+		for _, m := range regexp.MustCompile(`(kvport_[a-z_]+)(?:\{([^}]*)\})?`).FindAllStringSubmatch(read(t, []string{page}), -1) {
+			name := regexp.MustCompile(`_(bucket|count|sum)$`).ReplaceAllString(m[1], "")
+			if others.MatchString(name) {
+				continue
+			}
+			named++
+			known, is := labels[name]
+			require.True(t, is, "%s names %s, which is no metric", page, m[1])
+			for _, label := range regexp.MustCompile(`(\w+)=`).FindAllStringSubmatch(m[2], -1) {
+				require.Contains(t, append(known, ofPrometheus...), label[1], "%s: %s", page, m[0])
+			}
+		}
+	}
+	require.Greater(t, named, 40)
+}
+
 // TestRecords: a record of a decision has a number and a status, and every record that code or a page names by number exists.
 func TestRecords(t *testing.T) {
 	records, err := filepath.Glob(filepath.Join("adr", "*.md"))

@@ -428,7 +428,7 @@ func TestNothingIsLeft(t *testing.T) {
 	for range 3 {
 		cycle()
 	}
-	require.LessOrEqual(t, fds(), before)
+	require.Eventually(t, func() bool { return fds() <= before }, time.Minute, time.Millisecond)
 }
 
 func TestConnectorDoesNotStart(t *testing.T) {
@@ -459,8 +459,16 @@ func TestWaitsWithoutSpinning(t *testing.T) {
 		own = used(unix.RUSAGE_THREAD) - own
 		return used(unix.RUSAGE_SELF) - all - own
 	}
+	rests := func() bool { // an engine that spins does so every time, what the runtime does once it does not
+		for range 3 {
+			if spent() < spins/2 {
+				return true
+			}
+		}
+		return false
+	}
 	pid := livePID(t, r, 0)
-	require.Less(t, spent(), spins/2, "idle")
+	require.True(t, rests(), "idle")
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
 	require.Eventually(t, func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
@@ -468,7 +476,7 @@ func TestWaitsWithoutSpinning(t *testing.T) {
 	}, time.Minute, time.Millisecond, "the plugin has not stopped")
 	out := submit(t, r, Request{ID: "a", Prompt: make([]int32, 100), MaxTokens: 4, IgnoreEOS: true})
 	require.Eventually(t, func() bool { return r.Health().Waiting == 1 }, time.Minute, time.Millisecond)
-	require.Less(t, spent(), spins/2, "waiting for an answer")
+	require.True(t, rests(), "waiting for an answer")
 	require.Equal(t, 1, r.Health().Waiting)
 	require.NoError(t, syscall.Kill(pid, syscall.SIGCONT))
 	require.Len(t, collect(out).tokens, 4)

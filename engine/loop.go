@@ -207,11 +207,11 @@ func (l *loop) step() bool {
 		// Saves start only afterwards, when the blocks are complete, except those that go layer by layer.
 		l.tell(l.compute(chunks))
 	}
+	l.observe() // first, so that a client that has its last output finds the state that it left
 	for _, out := range l.sched.Outputs() {
 		l.deliver(out)
 	}
 	l.news.send()
-	l.observe()
 	return len(chunks) > 0
 }
 

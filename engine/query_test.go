@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"testing"
-	"time"
 
 	dto "github.com/prometheus/client_model/go"
 	"github.com/stretchr/testify/require"
@@ -121,18 +120,8 @@ func TestCacheQueryNeedsNoPlace(t *testing.T) {
 	require.Equal(t, 2, r.Health().Running+r.Health().Waiting)
 	cancel()
 	defer close(g.open)
-	ended := make(chan [2]result, 1)
-	go func() { ended <- [2]result{collect(running), collect(waiting)} }()
 	var aborted [2]result
-	require.Eventually(t, func() bool { // without pauses the steps could reach the last token before the engine learns that ctx is over
-		select {
-		case g.open <- struct{}{}:
-		case aborted = <-ended:
-			return true
-		default:
-		}
-		return false
-	}, time.Minute, time.Millisecond)
+	g.steps(t, func() { aborted = [2]result{collect(running), collect(waiting)} })
 	require.Equal(t, connector.ReasonAbort, aborted[0].last.Reason)
 	require.Equal(t, connector.ReasonAbort, aborted[1].last.Reason)
 	requireIdle(t, r)

@@ -45,7 +45,7 @@ func newAloneRigWith(t *testing.T, can connector.Capability, ranks int, change f
 	h.metrics, err = newMetrics(opts.Metrics, cfg.Connector, cfg.Settings.Trust)
 	require.NoError(t, err)
 	h.info = connector.Info{Name: cfg.Connector, Capabilities: connector.CanPlace | can}
-	h.place = h.placing()
+	h.place = newPlacement(&h.eng.Layout, h.eng.Shape, len(h.ranks), func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) })
 	plugin := &thisProcess{done: make(chan struct{})}
 	g := h.newGeneration(1, plugin, noScheduler{})
 	g.caps |= can

@@ -18,10 +18,7 @@ func (p *childPlacing) placement(eng *Engine, child string) *placement {
 	if p == nil {
 		return nil
 	}
-	return &placement{
-		layout: &eng.Layout, shape: eng.Shape, world: len(p.ranks),
-		failed: func(blocks, damaged int) { p.failed(child, blocks, damaged) },
-	}
+	return newPlacement(&eng.Layout, eng.Shape, len(p.ranks), func(blocks, damaged int) { p.failed(child, blocks, damaged) })
 }
 
 // matchPlaced answers the queries that the index of the child's blocks says enough about; asked are the others. A child that is down

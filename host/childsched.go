@@ -157,8 +157,7 @@ func (s childScheduler) Renewals(ctx context.Context, ended []connector.HoldID) 
 
 // Reset implements connector.Resetter.
 func (s childScheduler) Reset(ctx context.Context) (bool, error) {
-	s.src.place.pause()
-	defer s.src.place.resume()
+	defer s.src.place.pause()()
 	return childCall(ctx, s, s.set.Deadlines.Save, func(ctx context.Context, _ *life, side connector.Resetter) (bool, error) {
 		return side.Reset(ctx)
 	})

@@ -5,6 +5,8 @@ import (
 	"log/slog"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -29,10 +31,24 @@ func TestFailedTransfersAreLogged(t *testing.T) {
 	for _, want := range []string{"transfer failed", "connector=TestConnector", "direction=save", "request=full", "blocks=3", "no space left on device"} {
 		require.Contains(t, log.String(), want)
 	}
-	r.save("again", keys(2, 3), 8)
 	require.NoError(t, r.closeNow())
-	require.Equal(t, 1, strings.Count(log.String(), "transfer failed"), "one a second")
 	leaks()
+}
+
+// What fails for every request is logged once a second, and how often it was not.
+func TestFailedTransfersAreLoggedOnceASecond(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.Log
+		h := &Host{log: slog.New(slog.NewTextHandler(&log, nil))}
+		for _, lines := range []int{1, 2} {
+			for range 3 {
+				h.complain("save", &h.badSaves, &tracker.Event{Failed: []connector.BlockID{1}, Err: connector.ErrGone})
+			}
+			require.Equal(t, lines, strings.Count(log.String(), "transfer failed"))
+			<-time.After(time.Second)
+		}
+		require.Equal(t, 1, strings.Count(log.String(), "not_logged=2"))
+	})
 }
 
 func TestOrdinaryEndsAreNotLogged(t *testing.T) {

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -13,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // exactlyOnce checks rule HOST-01 over all events seen: one Loaded or Saved for each transfer, one
@@ -143,12 +146,13 @@ func TestInnocentLoadIsRetried(t *testing.T) {
 }
 
 func TestStoppedPluginIsKilled(t *testing.T) {
-	r := newRig(t, rigOptions{settings: map[string]any{"heartbeat": map[string]any{"interval": "20ms", "limit": "200ms"}}})
+	r := newRig(t, rigOptions{settings: map[string]any{"heartbeat": map[string]any{"interval": "20ms", "limit": "1s"}}})
 	ks := keys(1, 2)
 	r.save("a", ks, 0)
 	pid := r.Health().PID
+	require.Positive(t, pid) // 0 is this process's group
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
-	require.Eventually(t, func() bool { return state(pid) == "T" }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return state(pid) == "T" || gone(pid) }, time.Minute, time.Millisecond, "a busy machine sees only its end")
 	e := r.load("b", ks, 10) // runs on the next plugin
 	require.NoError(t, e.Err)
 	require.ErrorIs(t, syscall.Kill(pid, 0), syscall.ESRCH)
@@ -164,15 +168,21 @@ func TestHungMatchIsKilled(t *testing.T) {
 	r.save("a", ks, 0)
 	require.Equal(t, connector.Match{}, r.match(query("b", ks), nil), "Later ends in a miss")
 	require.Eventually(t, func() bool { return r.Health().Restarts == 1 }, time.Minute, time.Millisecond)
-	require.Equal(t, 32, r.match(query("c", ks), nil).Tokens)
+	for n, end := 0, time.Now().Add(time.Minute); r.match(query(fmt.Sprint("c", n), ks), nil).Tokens != 32; n++ {
+		require.True(t, time.Now().Before(end), "the next plugin does not find what is stored") // on a busy machine its first answers are later than Later
+	}
 }
 
 func TestSaveFaults(t *testing.T) {
 	for _, fault := range []string{"fail_save", "crash_save", "hang_save"} {
 		t.Run(fault, func(t *testing.T) {
+			deadlines := map[string]any{"save": "500ms", "grace": "100ms"}
+			if fault == "fail_save" { // it ends by itself: on a busy machine later than that
+				deadlines["save"] = "1m"
+			}
 			r := newRig(t, rigOptions{
 				extra:    map[string]any{"fault": fault, "at": 1},
-				settings: map[string]any{"deadlines": map[string]any{"save": "500ms", "grace": "100ms"}},
+				settings: map[string]any{"deadlines": deadlines},
 			})
 			ks := keys(1, 3)
 			e := r.save("a", ks, 0)
@@ -244,7 +254,7 @@ func TestKillUnderLoad(t *testing.T) {
 		require.Eventually(t, func() bool { // a kill counts only if it hit
 			pid = r.Health().PID
 			return pid != 0 && syscall.Kill(pid, syscall.SIGKILL) == nil
-		}, 5*time.Second, time.Millisecond)
+		}, time.Minute, time.Millisecond)
 		transfers += 8
 		for r.count(Loaded)+r.count(Saved) < transfers {
 			r.nextAny()
@@ -279,7 +289,7 @@ func (r *rig) count(kind EventKind) int {
 
 func (r *rig) nextAny() {
 	r.t.Helper()
-	timeout := time.NewTimer(20 * time.Second)
+	timeout := time.NewTimer(time.Minute)
 	defer timeout.Stop()
 	select {
 	case e, ok := <-r.Events():
@@ -291,36 +301,51 @@ func (r *rig) nextAny() {
 }
 
 func TestBreaker(t *testing.T) {
-	r := newRig(t, rigOptions{settings: map[string]any{"breaker": map[string]any{"deaths": 2, "cooldown": "700ms"}}})
-	ks := keys(1, 2)
-	r.save("a", ks, 0)
-	for range 2 {
-		var pid int
-		require.Eventually(t, func() bool { // what Health says may be over by the time of the kill
-			h := r.Health()
-			pid = h.PID
-			return h.State == "ready" && pid != 0 && syscall.Kill(pid, syscall.SIGKILL) == nil
-		}, time.Minute, time.Millisecond)
-		require.Eventually(t, func() bool { return r.Health().PID != pid }, time.Minute, time.Millisecond)
+	dir, ks := t.TempDir(), keys(1, 2)
+	var log testkit.Log
+	dies := func(cooldown string) *rig { // as often as a plugin may
+		r := newRig(t, rigOptions{
+			dir: dir, log: slog.New(slog.NewTextHandler(&log, nil)), settings: map[string]any{"breaker": map[string]any{"deaths": 2, "cooldown": cooldown}},
+		})
+		r.save("a", ks, 0)
+		for range 2 {
+			var pid int
+			require.Eventually(t, func() bool { // what Health says may be over by the time of the kill
+				h := r.Health()
+				pid = h.PID
+				return h.State == "ready" && pid != 0 && syscall.Kill(pid, syscall.SIGKILL) == nil
+			}, time.Minute, time.Millisecond)
+			require.Eventually(t, func() bool { return r.Health().PID != pid }, time.Minute, time.Millisecond)
+		}
+		return r
 	}
+	r := dies("1h") // so that nothing depends on how soon a busy machine looks
 	require.Eventually(t, func() bool { return r.Health().State == "broken" }, time.Minute, time.Millisecond)
 	require.NotEmpty(t, r.Health().Error)
 	require.Equal(t, connector.Match{}, r.Match(query("b", ks), nil), "no waiting while broken")
 	require.ErrorIs(t, r.load("b", ks, 10).Err, connector.ErrGone)
-	require.Eventually(t, func() bool { return r.Health().State == "ready" }, time.Minute, time.Millisecond)
+	require.NoError(t, r.closeNow())
+	const left = "plugin keeps dying, it is left alone for a while"
+	require.Equal(t, 1, strings.Count(log.String(), left))
+
+	r = dies("100ms")
+	require.Eventually(t, func() bool { return strings.Count(log.String(), left) == 2 && r.Health().State == "ready" }, time.Minute, time.Millisecond)
 	require.Equal(t, 32, r.match(query("c", ks), nil).Tokens)
 	require.NoError(t, r.load("c", ks, 10).Err)
 }
 
 // Close ends what runs, and every transfer has its event.
 func TestCloseWhileHanging(t *testing.T) {
-	r := newRig(t, rigOptions{extra: map[string]any{"fault": "hang_load", "at": 1}, settings: map[string]any{"deadlines": map[string]any{"drain": "200ms"}}})
+	const never = "1h"
+	r := newRig(t, rigOptions{extra: map[string]any{"fault": "hang_load", "at": 1}, settings: map[string]any{
+		"heartbeat": map[string]any{"limit": never}, "deadlines": map[string]any{"drain": "200ms", "transfer": never, "save": never},
+	}})
 	ks := keys(1, 2)
 	r.save("a", ks, 0)
 	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("b", ks, 10)}, Computed: []connector.Transfer{transfer("c", ks, 20)}})
 	began := time.Now()
 	require.ErrorIs(t, r.closeNow(), context.DeadlineExceeded)
-	require.Less(t, time.Since(began), 3*time.Second)
+	require.Less(t, time.Since(began), 10*time.Minute, "an hour without the drain deadline")
 	r.exactlyOnce(3, 0)
 	r.closeErr = nil // the cleanup closes again
 }

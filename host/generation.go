@@ -110,6 +110,12 @@ func (g *generation) serve() {
 	if g.caps&connector.CanEvents != 0 && g.h.blockEvents.out != nil {
 		g.work.Go(func() { g.watchEvents(life) })
 	}
+	for i, w := range g.workers {
+		if l, ok := connector.As[connector.Lender](w); ok && g.h.place != nil && l.Lends() > 0 {
+			g.h.place.pools[i].open(l.Lends())
+			g.work.Go(func() { g.borrow(life, i, l) })
+		}
+	}
 	list := []io.Closer{g.sched}
 	for _, w := range g.workers {
 		list = append(list, w)
@@ -239,7 +245,8 @@ func (g *generation) callScheduler(life context.Context) {
 	}
 }
 
-// callNext makes the first call of batch, or of all leading asks together, and returns the rest.
+// callNext makes the first call of batch, or of all leading asks together, and returns the rest. Whoever is asked about ahead has
+// no part in the call for which the engine waits.
 func (g *generation) callNext(life context.Context, batch []job) ([]job, error) {
 	j, rest := batch[0], batch[1:]
 	if j.ask == nil {
@@ -248,7 +255,7 @@ func (g *generation) callNext(life context.Context, batch []job) ([]job, error) 
 		return rest, j.run(ctx, g.sched)
 	}
 	asks := []*askJob{j.ask}
-	for len(rest) > 0 && rest[0].ask != nil && len(asks) < maxAsks {
+	for len(rest) > 0 && rest[0].ask != nil && rest[0].ask.ahead == j.ask.ahead && len(asks) < maxAsks {
 		asks, rest = append(asks, rest[0].ask), rest[1:]
 	}
 	ctx, cancel := context.WithTimeout(life, g.h.cfg.Settings.Deadlines.Later)

@@ -168,7 +168,7 @@ func (h *Host) firstStart(ctx context.Context) (*generation, error) {
 	}
 	h.src = h.source(h.cfg)
 	h.src.reland = h.reland
-	h.place = h.placing()
+	h.place = newPlacement(&h.eng.Layout, h.eng.Shape, len(h.ranks), func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) })
 	h.src.place = h.place
 	h.src.violated, h.src.held = h.violation, func(n int64) { h.metrics.arena.Add(float64(n)) }
 	h.src.filled = func(n int64) { h.metrics.allocated.Add(float64(n)) }

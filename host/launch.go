@@ -28,6 +28,10 @@ type LaunchOptions struct {
 	Violated    func(what string)
 	Started     func(pid, pidfd int) error // see Options
 
+	// Where gets what a process that hangs writes to standard error when SIGQUIT asks it where, which ends it: of a Go program
+	// the stacks of all goroutines, at most 1 MiB. Nil: it is killed without being asked.
+	Where func(said []string)
+
 	// Fence is how long those are waited for that may write the memory of a plugin which is dead; 0: the default.
 	Fence time.Duration
 
@@ -87,7 +91,7 @@ func launch(ctx context.Context, prog *plugin.Program, opts LaunchOptions) (*plu
 	return plugin.Launch(ctx, prog, &plugin.Options{
 		Regions: lentRegions(opts.Regions), Arena: opts.Arena.lent(), Log: opts.Log, Environment: opts.Sandbox.permitted(opts.Environment),
 		Handshake: opts.Handshake, Heartbeat: plugin.Heartbeat(opts.Heartbeat), NoRing: opts.NoRing,
-		Sandbox: opts.Sandbox.spec(), Violated: opts.Violated, Started: opts.Started, Fence: opts.Fence, Hurry: opts.hurry, Abandon: opts.abandon,
+		Sandbox: opts.Sandbox.spec(), Violated: opts.Violated, Started: opts.Started, Where: opts.Where, Fence: opts.Fence, Hurry: opts.hurry, Abandon: opts.abandon,
 	})
 }
 
@@ -101,7 +105,7 @@ func (p *Process) Done() <-chan struct{} { return p.proc.Done() }
 // Err says how the process ended. It is nil while it lives and after a Close that it obeyed.
 func (p *Process) Err() error { return p.proc.Err() }
 
-// Kill ends the process with SIGKILL and waits until it is reaped.
+// Kill ends the process with SIGKILL and waits until it is reaped. With LaunchOptions.Where it is asked before where it is.
 func (p *Process) Kill() { p.proc.Kill() }
 
 // Close asks the process to end. It kills it when ctx is done first, or when the process could have run for 2 s and

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
@@ -14,7 +15,7 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// waiter is the engine's loop waiting in Match for the answer to one request.
+// waiter is the engine's loop waiting in MatchAll for the answer to one request.
 type waiter struct {
 	request connector.RequestID
 	ready   chan struct{}
@@ -23,6 +24,7 @@ type waiter struct {
 // askJob is one query on its way to the plugin.
 type askJob struct {
 	query  connector.Query
+	ahead  bool // the engine has not asked it yet
 	answer func(connector.Match, error)
 }
 
@@ -33,36 +35,72 @@ type askJob struct {
 // An offer leaves at least one token to compute and ends with a full block; but one of what a Holder
 // keeps may end anywhere, with the prompt too: then the engine computes the last token all the same.
 func (h *Host) Match(q connector.Query, signed []byte) connector.Match {
-	began := time.Now()
-	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
-	patience := h.cfg.Settings.Deadlines.Match
 	if q.Request == "" {
-		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		began := time.Now()
+		defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
+		ctx, cancel := context.WithTimeout(context.Background(), h.cfg.Settings.Deadlines.Match)
 		defer cancel()
 		return h.Probe(ctx, q)
 	}
+	return h.MatchAll(q, signed, nil)[0]
+}
+
+// MatchAll is Match with questions about other requests, each about another one, that the engine will probably ask next. It waits
+// for the answer to q alone, while ahead is read, and the others are answered as far as is known by then. A connector whose Match has
+// what it asks for sent is not asked ahead: the answers end with that to q. Of a question that the engine never asks nothing remains
+// but what Ended ends of any request.
+func (h *Host) MatchAll(q connector.Query, signed []byte, ahead iter.Seq[connector.Query]) []connector.Match {
+	began := time.Now()
+	defer func() { h.metrics.match.Observe(time.Since(began).Seconds()) }()
+	ready := h.askFirst(began, q, signed)
+	requests := append([]connector.RequestID{q.Request}, h.askAhead(ahead)...)
+	if ready != nil {
+		select {
+		case <-ready:
+		case <-time.After(h.cfg.Settings.Deadlines.Match - time.Since(began)):
+		}
+	}
 	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.waiter = nil
+	out := make([]connector.Match, len(requests))
+	for i, id := range requests {
+		out[i] = h.tracker.Match(time.Now(), id)
+	}
+	return out
+}
+
+// askFirst asks the engine's question. What it returns is closed when there is an answer; nil: there is no reason to wait.
+func (h *Host) askFirst(now time.Time, q connector.Query, signed []byte) <-chan struct{} {
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	if len(signed) > 0 && h.tracker.WantsTicket(q.Request) {
 		h.bring(&q, signed)
 	}
-	wait, actions := h.tracker.Query(began, q)
-	var w *waiter
-	if wait {
-		w = &waiter{q.Request, make(chan struct{})}
-		h.waiter = w
-	}
+	w := &waiter{q.Request, make(chan struct{})}
+	h.waiter = w
+	wait, actions := h.tracker.Query(now, q)
 	h.do(actions)
-	if wait {
-		h.mu.Unlock()
-		select {
-		case <-w.ready:
-		case <-time.After(patience - time.Since(began)):
-		}
-		h.mu.Lock()
+	if !wait {
 		h.waiter = nil
+		return nil
 	}
-	defer h.mu.Unlock()
-	return h.tracker.Match(time.Now(), q.Request)
+	return w.ready
+}
+
+// askAhead puts the questions that the engine has not asked yet, and gives their requests.
+func (h *Host) askAhead(ahead iter.Seq[connector.Query]) (requests []connector.RequestID) {
+	if ahead == nil || h.info.MatchFetches {
+		return nil // what nobody may ever ask for would be sent
+	}
+	for q := range ahead {
+		h.mu.Lock() // for each alone: the first answer comes meanwhile, and loads end
+		_, actions := h.tracker.Ahead(time.Now(), q)
+		h.do(actions)
+		h.mu.Unlock()
+		requests = append(requests, q.Request)
+	}
+	return requests
 }
 
 // bring opens the ticket that came with a request's first question. The caller holds mu.
@@ -138,7 +176,7 @@ func (h *Host) startAsk(a *tracker.Ask) {
 		h.do(h.tracker.Matched(time.Now(), id, m, err))
 		h.wakeWaiter(request)
 	}
-	g, ask := h.gen, &askJob{query: a.Query, answer: answer}
+	g, ask := h.gen, &askJob{query: a.Query, ahead: a.Ahead, answer: answer}
 	if !h.place.open() {
 		g.enqueue(job{ask: ask})
 		return
@@ -222,13 +260,19 @@ func (h *Host) startFinish(a *tracker.Finish) {
 
 // startReset has the scheduler side forget every block. The caller holds mu.
 func (h *Host) startReset(a *tracker.Reset) {
-	h.place.pause()
-	call(h, a.Deadline, func(ctx context.Context, r connector.Resetter) (bool, error) {
-		return r.Reset(ctx)
-	}, func(now time.Time, emptied bool, err error) []tracker.Action {
-		h.place.resume()
+	resume := h.place.pause()
+	call(h, a.Deadline, h.resetBy, func(now time.Time, emptied bool, err error) []tracker.Action {
+		resume()
 		return h.tracker.ResetAnswered(now, a.ID, emptied, err)
 	})
+}
+
+// resetBy calls Reset once no call of Lend is under way: that would wait for it in the plugin, and has an earlier deadline.
+func (h *Host) resetBy(ctx context.Context, r connector.Resetter) (emptied bool, err error) {
+	if err := h.place.quiet(ctx); err != nil {
+		return false, err
+	}
+	return r.Reset(ctx)
 }
 
 // call has the scheduler side use a power and gives the answer to the tracker, unless none comes: then the

@@ -48,6 +48,7 @@ type metrics struct {
 	alone         prometheus.Counter // blocks of placed
 	byLayer       prometheus.Counter // blocks of placed
 	aloneMatches  prometheus.Counter // of placedMatches
+	placedSaved   prometheus.Counter // blocks
 	staleKeys     prometheus.Gauge
 	children      *childMetrics
 	vitals        *vitals
@@ -86,6 +87,7 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		alone:         own.Counter("kvport_placed_alone_blocks_total", "Blocks of kvport_placed_blocks_total that were loaded while no plugin was up."),
 		byLayer:       own.Counter("kvport_placed_by_layer_blocks_total", "Blocks of kvport_placed_blocks_total whose load ended after the engine had learned that layers of it had come."),
 		aloneMatches:  own.Counter("kvport_placed_alone_matches_total", "Matches of kvport_placed_matches_total that were answered while no plugin was up."),
+		placedSaved:   own.Counter("kvport_placed_saved_blocks_total", "Blocks, by rank, that the host saved in slots of the connector's memory that were lent to it, without a call of the plugin."),
 		arena:         own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),
 		allocated:     own.Gauge("kvport_arena_allocated_bytes", "Bytes of kvport_arena_bytes that are allocated: the host does that in the background, from its start on."),
 		lostBlocks:    own.Gauge("kvport_blocks_lost", "Blocks of the cache that are not used again, since somebody that a dead plugin left behind may write them."),

@@ -48,14 +48,14 @@ func TestTicketMakesConsumerWait(t *testing.T) {
 func TestTicketOfMissingBlocks(t *testing.T) {
 	dir := t.TempDir()
 	p := newRig(t, rigOptions{dir: dir})
-	d := newRig(t, rigOptions{dir: dir, settings: map[string]any{"deadlines": map[string]any{"later": "150ms"}}})
+	d := newRig(t, rigOptions{dir: dir, settings: map[string]any{"deadlines": map[string]any{"later": "1s"}}})
 	ks := keys(1, 4)
 	p.save("a", ks, 0)
 	ticket := p.end("a", 64, true).Ticket
 	require.NoError(t, os.Remove(filepath.Join(dir, ks[2].String()+".0")))
 	began := time.Now()
 	require.Equal(t, 32, d.match(query("x", ks), ticket).Tokens)
-	require.GreaterOrEqual(t, time.Since(began), 100*time.Millisecond)
+	require.GreaterOrEqual(t, time.Since(began), 900*time.Millisecond)
 }
 
 func TestRefusedTickets(t *testing.T) {
@@ -132,14 +132,19 @@ func TestHolds(t *testing.T) {
 	require.False(t, r.end("plain", 40, false, blocksOf(ks, 0)...).Held)
 	began := time.Now()
 	require.True(t, r.end("forgotten", 40, true, blocksOf(ks, 4)...).Held)
-	require.Equal(t, 1, r.Health().Held)
 	require.Equal(t, []connector.BlockID{4, 5}, r.next(Released).Blocks)
 	require.GreaterOrEqual(t, time.Since(began), 250*time.Millisecond)
 	require.Zero(t, r.match(query("x", keys(2, 2)), []byte("forged")).Tokens, "nothing to find without a ticket")
 	require.Equal(t, 32, r.match(query("y", ks), []byte("forged")).Tokens, "what it has stored needs none")
 
+	// Of a hold that does not end by itself, on however busy a machine.
+	r = newRig(t, rigOptions{extra: map[string]any{"fault": "hold"}, settings: map[string]any{"deadlines": map[string]any{"hold": "1h", "hold_max": "1h"}}})
 	require.True(t, r.end("killed", 40, true, blocksOf(ks, 8)...).Held)
-	r.gen.proc.KillFor(context.Canceled)
+	require.Equal(t, 1, r.Health().Held)
+	r.mu.Lock()
+	plugin := r.gen.proc
+	r.mu.Unlock()
+	plugin.KillFor(context.Canceled)
 	require.Equal(t, []connector.BlockID{8, 9}, r.next(Released).Blocks)
 }
 
@@ -154,7 +159,7 @@ func TestLeases(t *testing.T) {
 	require.Equal(t, []connector.BlockID{4, 5}, r.next(Released).Blocks)
 	require.Equal(t, []connector.BlockID{0, 1}, r.next(Released).Blocks)
 	require.Greater(t, time.Since(began), 5*time.Second, "renewed as long as it may")
-	for n := 0; ; n++ {
+	for n, end := 0, time.Now().Add(time.Minute); ; n++ {
 		e := r.end(fmt.Sprint("fetched ", n), 40, true, blocksOf(ks, 8)...)
 		envelope, _, err := r.tickets.verify(e.Ticket, connector.RequestID(fmt.Sprint("x", n)))
 		require.NoError(t, err)
@@ -162,7 +167,7 @@ func TestLeases(t *testing.T) {
 		if strings.Contains(string(envelope.Plugin), "2") && strings.Contains(string(envelope.Plugin), "1") {
 			break
 		}
-		require.Less(t, n, 200, "the connector does not learn about the end of its holds: %s", envelope.Plugin)
+		require.True(t, time.Now().Before(end), "the connector does not learn about the end of its holds: %s", envelope.Plugin)
 	}
 }
 

@@ -18,7 +18,7 @@ import (
 	"github.com/kvport/kvport/internal/tracker"
 )
 
-// What is placed is loaded layer by layer where the engine takes layers as they come (rule PLACE-29): the host copies some layers of
+// What is placed is loaded layer by layer where the engine takes layers as they come (rule PLACE-36): the host copies some layers of
 // all blocks after the others, and verifies each in the copy.
 
 // pieceBytes is how much each core that may copy has to copy from one announcement to the next, so that what each costs is little beside

@@ -48,7 +48,7 @@ func layered(t *testing.T, world int, groups ...connector.Group) (r *placedRig, 
 	return r, bs, slots
 }
 
-// Rule PLACE-29: when a layer is announced, it and the digests are in place in all blocks, on each rank and in each group.
+// Rule PLACE-36: when a layer is announced, it and the digests are in place in all blocks, on each rank and in each group.
 func TestPlacedLayers(t *testing.T) {
 	r, bs, _ := layered(t, 2, all(), connector.Group{BlockTokens: 16, Policy: connector.PolicyTrailing, Trailing: 2})
 	to := elsewhere(bs)
@@ -119,7 +119,7 @@ func TestPlacedLayersKeepTheirCore(t *testing.T) {
 	})
 }
 
-// Rule PLACE-29: a slot that is damaged, has another use or another version of its block between two layers costs that block, also where the
+// Rule PLACE-36: a slot that is damaged, has another use or another version of its block between two layers costs that block, also where the
 // engine may be reading its first layer. Before the first announcement nothing more is copied: the plugin is asked for all.
 func TestPlacedLayersFail(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -208,7 +208,7 @@ func TestPlacedLayersEndAtTheirDeadline(t *testing.T) {
 // takesLayers are options of an engine that takes layers as they come.
 func takesLayers(o *Options) { o.Overlap = func(uint64, connector.RequestID) bool { return true } }
 
-// Rule PLACE-29: what one rank has announced and the engine has not learned, since another rank has not got that far, is taken back when a block
+// Rule PLACE-36: what one rank has announced and the engine has not learned, since another rank has not got that far, is taken back when a block
 // fails: then the load is a plugin's, as any other of which not all is there.
 func TestPlacedLayersAreTakenBack(t *testing.T) {
 	r := newAloneRigWith(t, 0, 2, takesLayers)
@@ -301,7 +301,7 @@ func TestStagedLoadsOfAPlacerAreWhole(t *testing.T) {
 			require.NoError(t, errors.Join(h.identify(), h.openRanks()))
 			g, err := h.startWorkers()
 			require.NoError(t, err)
-			h.place = h.placing()
+			h.place = newPlacement(&h.eng.Layout, h.eng.Shape, len(h.ranks), nil)
 			h.begin(g)
 			r := &rig{Host: h, t: t, ranks: eng.Ranks}
 			require.Len(t, r.load("a", keys(1, 2), 8).Failed, 2, "what it says that it brought is not what was saved")

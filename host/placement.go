@@ -23,6 +23,7 @@ type placement struct {
 	layout *connector.Layout // of the cache
 	shape  connector.Fingerprint
 	world  int
+	pools  []*pool                   // of the ranks
 	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
 	piece  int64                     // how many bytes come at least from one announcement to the next; 0: as pieces says
 
@@ -31,23 +32,38 @@ type placement struct {
 	first   *byte        // of the arena
 	kv      *connector.KV
 	unnamed unnamed
+	writers sync.RWMutex // held for reading by whoever writes lent slots, who does not wait for it, and for writing while the next life opens
 
 	complete atomic.Bool // the plugin has nothing but what it has named
 
-	paused atomic.Bool // a reset is on its way
-	loads  atomic.Bool // a load of this life has named slots, so the plugin knows what loads are told, too
+	resets atomic.Pointer[atomic.Int32] // that are on their way in this life
+	loads  atomic.Bool                  // a load of this life has named slots, so the plugin knows what loads are told, too
 
 	used uses // for the next save or load by message to tell
+}
+
+func newPlacement(layout *connector.Layout, shape connector.Fingerprint, world int, failed func(blocks, damaged int)) *placement {
+	p := &placement{layout: layout, shape: shape, world: world, failed: failed}
+	p.resets.Store(new(atomic.Int32))
+	for range world {
+		p.pools = append(p.pools, newPool())
+	}
+	return p
 }
 
 const lifeSerials = 1 << 40 // that a life of the plugin may draw
 
 // reopen prepares the arena for the next life of the plugin, which has said whether what is placed is all that it has. nil: it is
-// not placed. Lookups and loads of what the life before has placed go on meanwhile, and are not waited for (rule PLACE-28). One
-// goroutine calls reopen and close.
+// not placed. Lookups and loads of what the life before has placed go on meanwhile, and are not waited for (rule PLACE-28), but
+// whoever writes slots is (rule PLACE-06). One goroutine calls reopen and close.
 func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, error) {
 	if p == nil || len(arena) == 0 {
 		return nil, nil
+	}
+	p.writers.Lock()
+	defer p.writers.Unlock()
+	for _, pool := range p.pools {
+		pool.open(0)
 	}
 	if p.host == nil || p.first != unsafe.SliceData(arena) {
 		if err := p.layOut(arena); err != nil {
@@ -66,7 +82,7 @@ func (p *placement) reopen(arena []byte, complete bool) (*connector.Placement, e
 		return nil, err
 	}
 	p.complete.Store(complete)
-	p.paused.Store(false)
+	p.resets.Store(new(atomic.Int32))
 	p.loads.Store(false)
 	slots, size := p.kv.Layout().Blocks, largestBlock(p.layout)
 	return &connector.Placement{Slots: slots, SlotBytes: size, Epoch: opening.Epoch, Serial: p.host.Draw(lifeSerials)}, nil
@@ -120,21 +136,27 @@ func (p *placement) close() {
 	p.host, p.kv = nil, nil
 }
 
-// pause forgets everything until resume: what the plugin has is being reset (rule PLACE-24). It does not wait for loads.
-func (p *placement) pause() {
-	if p != nil {
-		p.paused.Store(true)
+// pause forgets everything until resume is called: what the plugin has is being reset (rule PLACE-24). It does not wait for loads. What was
+// said meanwhile is not believed. Resets may overlap, and one of a former life ends none of this one.
+func (p *placement) pause() (resume func()) {
+	if p == nil {
+		return func() {}
+	}
+	resets := p.resets.Load()
+	resets.Add(1)
+	p.forget()
+	p.voidLoans()
+	return func() {
 		p.forget()
+		p.voidLoans()
+		resets.Add(-1)
+		for _, pool := range p.pools {
+			pool.wake()
+		}
 	}
 }
 
-// resume ends pause. What was said meanwhile is not believed.
-func (p *placement) resume() {
-	if p != nil {
-		p.forget()
-		p.paused.Store(false)
-	}
-}
+func (p *placement) paused() bool { return p.resets.Load().Load() > 0 }
 
 func (p *placement) forget() {
 	p.mu.RLock()
@@ -150,7 +172,7 @@ func (p *placement) enter() bool {
 	if p == nil || !p.mu.TryRLock() {
 		return false
 	}
-	if p.host == nil || p.paused.Load() {
+	if p.host == nil || p.paused() {
 		p.mu.RUnlock()
 		return false
 	}

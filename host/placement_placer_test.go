@@ -35,9 +35,19 @@ type placer struct {
 	placerOrder
 	arena, library []byte
 	shelf          *place.Shelf
+	lent           map[place.Slot]lentSlot // of the worker that lends
 
 	mu sync.Mutex // of the pipe
 }
+
+// lentSlot is a slot that the host may write.
+type lentSlot struct {
+	word   place.Word
+	serial uint64
+}
+
+// lentMark is in a word that names a slot which is lent: two words with its serial follow.
+const lentMark = 1 << 31
 
 // placerMain runs a placer until it is killed.
 func placerMain(order string) error {
@@ -61,7 +71,7 @@ func placerMain(order string) error {
 	if err != nil {
 		return err
 	}
-	p.shelf = shelf
+	p.shelf, p.lent = shelf, map[place.Slot]lentSlot{}
 	p.say(uint32(len(found)), uint32(torn))
 	if _, err := io.ReadFull(os.Stdin, make([]byte, 1)); err != nil {
 		return err
@@ -74,7 +84,7 @@ func placerMain(order string) error {
 	return fmt.Errorf("the pipe is closed")
 }
 
-const placerWorkers = 3 // each has slots of its own
+const placerWorkers = 3 // each has slots of its own; the last one lends half of them
 
 // say names slots. A plugin whose host reads no more waits here.
 func (p *placer) say(words ...uint32) bool {
@@ -86,9 +96,16 @@ func (p *placer) say(words ...uint32) bool {
 func (p *placer) work(worker int) {
 	rng := rand.New(rand.NewPCG(p.Seed, uint64(worker)))
 	for {
-		slot := place.Slot(rng.IntN(p.Slots/placerWorkers)*placerWorkers + worker)
+		number := rng.IntN(p.Slots / placerWorkers)
+		slot := place.Slot(number*placerWorkers + worker)
 		if p.Lies && rng.IntN(2) == 0 {
 			p.lie(rng)
+		}
+		if worker == placerWorkers-1 && number%2 == 0 {
+			if !p.lend(slot) {
+				return
+			}
+			continue
 		}
 		if rng.IntN(8) == 0 { // evicted
 			p.shelf.Retire(slot)
@@ -99,6 +116,23 @@ func (p *placer) work(worker int) {
 			return
 		}
 	}
+}
+
+// lend lends a slot, or gives up what the host has written there, and lends it again.
+func (p *placer) lend(slot place.Slot) bool {
+	if was, lent := p.lent[slot]; lent {
+		_, over, ok := p.shelf.Written(slot, was.word, was.serial)
+		if !over {
+			return true
+		}
+		if !ok && !p.Lies {
+			panic(fmt.Sprintf("slot %d holds nothing that a host writes", slot))
+		}
+	}
+	p.shelf.Retire(slot)
+	serial := p.shelf.Draw(1)
+	p.lent[slot] = lentSlot{word: p.shelf.Lend(slot), serial: serial}
+	return p.say(uint32(slot)|lentMark, uint32(serial), uint32(serial>>32))
 }
 
 // write keeps a block in a slot that may have another, which somebody may be reading.

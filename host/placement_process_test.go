@@ -24,9 +24,11 @@ import (
 )
 
 const (
-	libraryBlocks = 60 // that the plugin knows of
+	libraryBlocks = 60
+	pluginBlocks  = 40 // of them that the plugin writes; the host saves the others
 	placerSlots   = 48
 	placerReaders = 4
+	placerWriters = 2
 )
 
 // placerRig is a host, with readers on threads of their own, and a plugin process that places and is killed again and again.
@@ -50,6 +52,8 @@ type placerRig struct {
 	each                                      int64         // a life lasts for as many loads
 	due                                       chan struct{} // it has
 	accepted, refused, matched, wrong, faults atomic.Int64
+	saved                                     atomic.Int64
+	before                                    int64                       // of saved, when this life began
 	since                                     [placerReaders]atomic.Int64 // when a reader's load began, in Unix ns; 0: none is under way
 }
 
@@ -82,10 +86,12 @@ func (r *placerRig) start() {
 	env, err := r.p.reopen(r.arena.Bytes(), false)
 	require.NoError(r, err)
 	require.NotNil(r, env)
+	r.p.pools[0].open(placerSlots)
+	r.before = r.saved.Load()
 	require.Equal(r, placerSlots, env.Slots)
 	r.seed++
 	order, err := json.Marshal(placerOrder{
-		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys, Seed: r.seed, Lies: r.lies,
+		Slots: env.Slots, SlotBytes: env.SlotBytes, Epoch: env.Epoch, Serial: env.Serial, ArenaBytes: len(r.arena.Bytes()), Keys: r.keys[:pluginBlocks], Seed: r.seed, Lies: r.lies,
 	})
 	require.NoError(r, err)
 	r.cmd = exec.Command("/proc/self/exe")
@@ -130,8 +136,61 @@ func (r *placerRig) learn() {
 		if _, err := io.ReadFull(r.named, slot[:]); err != nil {
 			return
 		}
-		if r.p.learn([]uint32{binary.LittleEndian.Uint32(slot[:])}, 1) != nil {
+		var err error
+		if n := binary.LittleEndian.Uint32(slot[:]); n&lentMark != 0 {
+			err = r.borrow(n &^ lentMark)
+		} else {
+			err = r.p.learn([]uint32{n}, 1)
+		}
+		if err != nil {
 			r.faults.Add(1)
+		}
+	}
+}
+
+// borrow takes a slot that is lent, whose serial follows. Nobody makes a former life's slots one of this one's: they are learnt before it begins.
+func (r *placerRig) borrow(slot uint32) error {
+	var serial uint64
+	if err := binary.Read(r.named, binary.LittleEndian, &serial); err != nil {
+		return nil //nolint:nilerr // the plugin died
+	}
+	pool := r.p.pools[0]
+	pool.mu.Lock()
+	round := pool.round
+	pool.mu.Unlock()
+	return pool.answered(round, 1, &connector.Loan{Slots: []uint32{slot}, Serial: serial})
+}
+
+// write saves blocks into lent slots until stop is closed, each writer from a place of its own in the cache.
+func (r *placerRig) write(writer int, stop <-chan struct{}) {
+	rng := rand.New(rand.NewPCG(12, uint64(writer)))
+	size := int(largestBlock(r.p.layout))
+	turn := time.NewTicker(100 * time.Microsecond) // where nothing is lent it leaves the processor to others
+	defer turn.Stop()
+	for {
+		select {
+		case <-stop:
+			return
+		case <-turn.C:
+		}
+		n := pluginBlocks + rng.IntN(libraryBlocks-pluginBlocks)
+		b := r.blocks[n]
+		b.ID = connector.BlockID(placedBlocks/2 + writer)
+		spans, err := r.rank.kv.Spans(b)
+		if err != nil {
+			r.Errorf("writer %d: %v", writer, err)
+			return
+		}
+		from := r.library.Bytes()[n*size:][:size]
+		for _, span := range spans {
+			from = from[copy(span, from):]
+		}
+		over, wrong := r.p.save(r.Context(), r.rank, 0, &connector.Transfer{Blocks: []connector.Block{b}})
+		switch {
+		case wrong != nil:
+			r.faults.Add(1)
+		case over:
+			r.saved.Add(1)
 		}
 	}
 }
@@ -143,6 +202,14 @@ func (r *placerRig) kill() {
 	<-r.learnt
 	require.Error(r, r.cmd.Wait())
 	require.Equal(r, -1, r.cmd.ProcessState.ExitCode(), "it was alive until it was killed")
+}
+
+// lends waits until something was saved into slots that this life has lent. A writer may count one of the life before late. What a liar lends is rarely of use.
+func (r *placerRig) lends() {
+	r.Helper()
+	if !r.lies {
+		require.Eventually(r, func() bool { return r.saved.Load() > r.before+placerWriters }, time.Minute, time.Millisecond, "this life lends nothing")
+	}
 }
 
 // read loads blocks, each reader into a place of its own in the cache, until as many were accepted.
@@ -202,8 +269,8 @@ func (r *placerRig) watch(done <-chan struct{}) {
 	}
 }
 
-// Rules PLACE-20 and PLACE-23: readers beside a plugin process that writes and evicts, and is killed at any moment, accept only what is
-// right, and no slot is lost; beside one that writes anything anywhere and names any slot, too.
+// Rules PLACE-20, PLACE-23 and PLACE-31: readers, and writers into lent slots, beside a plugin process that writes, lends and evicts, and is killed at any moment,
+// accept only what is right, and no slot is lost; beside one that writes anything anywhere and names any slot, too.
 func TestPlacementAcrossProcesses(t *testing.T) {
 	loads, lives := int64(100_000), int64(50)
 	switch {
@@ -222,20 +289,28 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			done := make(chan struct{})
 			go r.watch(done)
 			r.start()
-			var readers sync.WaitGroup
+			stop := make(chan struct{})
+			var readers, writers sync.WaitGroup
 			for i := range placerReaders {
 				readers.Go(func() { r.read(i, loads) })
 			}
+			for i := range placerWriters {
+				writers.Go(func() { r.write(i, stop) })
+			}
 			for range lives - 1 {
 				<-r.due
+				r.lends()
 				r.kill()
 				r.start()
 			}
 			readers.Wait()
+			r.lends()
+			close(stop)
+			writers.Wait()
 			r.kill()
 			close(done)
-			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d deaths; %d answers of the plugin refused",
-				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), lives, r.faults.Load())
+			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots; %d deaths; %d answers of the plugin refused",
+				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), lives, r.faults.Load())
 			require.Zero(t, r.wrong.Load())
 			require.False(t, !c.lies && r.damaged.Load() > 0, "an honest plugin is not blamed for its evictions and deaths")
 			require.GreaterOrEqual(t, r.accepted.Load(), loads)

@@ -51,7 +51,7 @@ func newPlacedRig(t *testing.T, world int, groups ...connector.Group) *placedRig
 		}
 	}
 	layout, size := digest.WithSegments(layout, at)
-	r := &placedRig{T: t, p: &placement{layout: &layout, shape: connector.NewFingerprint("shape"), world: world}}
+	r := &placedRig{T: t, p: newPlacement(&layout, connector.NewFingerprint("shape"), world, nil)}
 	r.p.failed = func(blocks, damaged int) {
 		r.failed.Add(int64(blocks))
 		r.damaged.Add(int64(damaged))
@@ -239,10 +239,10 @@ func TestPlacementComplete(t *testing.T) {
 	require.False(t, ok, "that of the same rank")
 	r.p.call(r.ranks[1])(&later)
 	finds(32, 0)
-	r.p.pause()
+	resume := r.p.pause()
 	_, ok = r.p.match(r.query(ks, 0))
 	require.False(t, ok, "a reset is on its way")
-	r.p.resume()
+	resume()
 	finds(0, 0)
 	r.complete = false
 	r.life()
@@ -443,10 +443,10 @@ func TestPlacementOfLoads(t *testing.T) {
 	require.Equal(t, w.slots, slices.Compact(w.used), "in the order in which they were read, each as often as it was read")
 	load()
 	require.Empty(t, w.used, "each read is told once")
-	r.p.pause()
+	resume := r.p.pause()
 	load()
 	require.Zero(t, r.p.host.Resident(), "named during a reset")
-	r.p.resume()
+	resume()
 	require.False(t, r.loaded(0, bs...))
 }
 
@@ -500,13 +500,13 @@ func TestPlacementReset(t *testing.T) {
 	r := newPlacedRig(t, 1, all())
 	bs := r.fill(keys(1, 3), 0)
 	slots := r.save(0, bs...)
-	r.p.pause()
+	resume := r.p.pause()
 	require.False(t, r.loaded(0, bs...))
 	require.NoError(t, r.p.learn(slots, len(slots)), "of a save before the reset")
 	for _, s := range slots[:2] {
 		r.shelf.Retire(place.Slot(s))
 	}
-	r.p.resume()
+	resume()
 	require.False(t, r.loaded(0, bs[2]), "the host has forgotten what the plugin has not")
 	require.NoError(t, r.p.learn(slots, len(slots)))
 	require.False(t, r.loaded(0, bs[0]))

@@ -174,7 +174,37 @@ func TestProcessLife(t *testing.T) {
 	require.Eventually(t, func() bool { return state(p.PID()) == "T" }, time.Minute, time.Millisecond)
 	began := time.Now()
 	require.ErrorContains(t, p.Close(t.Context()), "it did not end when asked", "a stopped plugin cannot obey")
-	require.Less(t, time.Since(began), 2*plugin.ClosePatience)
+	require.Less(t, time.Since(began), time.Minute, "soon after its patience, however busy the machine, and not never")
+	leaks()
+}
+
+// A process is asked where it is before it is killed, if somebody has asked to be told: a Go program answers with all its stacks, and one that is
+// stopped not at all.
+func TestProcessSaysWhereItIs(t *testing.T) {
+	leaks := leaktest.Watch(t)
+	said := []string{"nothing yet"}
+	options := LaunchOptions{Where: func(lines []string) { said = lines }}
+	p, err := Launch(t.Context(), testPlugin(), options)
+	require.NoError(t, err)
+	p.Kill()
+	p.Kill()
+	require.ErrorContains(t, p.Err(), "killed by the host")
+	require.Contains(t, strings.Join(said, "\n"), "SIGQUIT: quit\n")
+	require.Contains(t, strings.Join(said, "\n"), "\ngithub.com/kvport/kvport/sdk.Serve(")
+	ended, _ := p.LastWords()
+	require.Empty(t, ended, "it did not end by itself")
+
+	p, err = Launch(t.Context(), testPlugin(), options)
+	require.NoError(t, err)
+	require.NoError(t, syscall.Kill(p.PID(), syscall.SIGSTOP))
+	require.Eventually(t, func() bool { return state(p.PID()) == "T" }, time.Minute, time.Millisecond)
+	require.ErrorContains(t, p.Close(t.Context()), "it did not end when asked")
+	require.Empty(t, said)
+
+	p, err = Launch(t.Context(), testPlugin(), LaunchOptions{Where: func([]string) { t.Error("one that ends when it is asked to is asked nothing else") }})
+	require.NoError(t, err)
+	require.NoError(t, p.Close(t.Context()))
+	p.Kill()
 	leaks()
 }
 

@@ -98,17 +98,7 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost), Layers: p.told()}
 	}
 	if a.Kind == tracker.Save {
-		err := fault.Point("host.save")
-		if err == nil {
-			err = r.makeDigests(t.Blocks, a.Slots)
-		}
-		if err != nil {
-			return tracker.Outcome{Err: err}
-		}
-		fault.Crash("host.save.digested")
-		err = h.save(ctx, r, w, a)
-		fault.Crash("host.saved")
-		return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
+		return h.saveBlocks(ctx, r, w, a)
 	}
 	if err := fault.Point("host.load"); err != nil {
 		return tracker.Outcome{Err: err}
@@ -136,6 +126,26 @@ func (h *Host) move(ctx context.Context, g *generation, a *tracker.Move, count *
 	return tracker.Outcome{Err: err, Corrupt: found.corrupt, Foreign: found.foreign, Outdated: found.outdated}
 }
 
+// saveBlocks saves blocks that are computed: into slots that were lent ahead, or by a call of the plugin.
+func (h *Host) saveBlocks(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) tracker.Outcome {
+	if err := fault.Point("host.save"); err != nil {
+		return tracker.Outcome{Err: err}
+	}
+	if h.saveLent(ctx, r, a) {
+		return tracker.Outcome{}
+	}
+	if err := ctx.Err(); err != nil { // a plugin that knows nothing of it need not die for it (rule HOST-03)
+		return tracker.Outcome{Err: err}
+	}
+	if err := r.makeDigests(a.Transfer.Blocks, a.Slots); err != nil {
+		return tracker.Outcome{Err: err}
+	}
+	fault.Crash("host.save.digested")
+	err := h.save(ctx, r, w, a)
+	fault.Crash("host.saved")
+	return tracker.Outcome{Err: err, Lost: errors.Is(err, plugin.ErrLost)}
+}
+
 // loadPlaced loads all blocks of a move without the plugin; over is false if it has to be asked for them. Blocks that are not verified,
 // and those of a ticket, are always the plugin's. A load that is not over at its deadline fails without a call: a plugin that
 // knows nothing of it need not die for it (rule HOST-03). Nor is it asked once the engine has learned of a layer.
@@ -161,14 +171,6 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 	out = did.outcome(len(blocks), late)
 	h.metrics.placed.Add(float64(out.Placed))
 	return out, true
-}
-
-// placing reads what the connector places.
-func (h *Host) placing() *placement {
-	return &placement{
-		layout: &h.eng.Layout, shape: h.eng.Shape, world: len(h.ranks),
-		failed: func(blocks, damaged int) { h.placedFailed(h.info.Name, blocks, damaged) },
-	}
 }
 
 // placedFailed counts blocks that the host found in slots and could not use: most often the plugin is asked for them. Those that are not what was saved

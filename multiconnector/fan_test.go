@@ -155,7 +155,7 @@ func newReader(t *testing.T, s connector.Scheduler) *reader {
 // next takes one answer.
 func (r *reader) next() []connector.BlockEvent {
 	r.t.Helper()
-	ctx, cancel := context.WithTimeout(r.t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(r.t.Context(), time.Minute)
 	defer cancel()
 	events, err := r.source.Events(ctx)
 	require.NoError(r.t, err)

@@ -540,7 +540,7 @@ func TestFound(t *testing.T) {
 	ks := keys(6)
 	a, b, c := newShelf(ks[0], ks[1], ks[4]), newShelf(ks[2], ks[3]), newShelf(ks[5])
 	c.hang = make(chan struct{})
-	r := newRig(t, func(cs []multiconnector.Child) { cs[0].Patience, cs[1].Patience = time.Minute, time.Minute }, a, b, c)
+	r := newRig(t, func(cs []multiconnector.Child) { cs[2].Patience = 50 * time.Millisecond }, a, b, c)
 	found := func() ([]multiconnector.Piece, []bool) {
 		r.match("r", ks)
 		return r.multi.Found("r")

@@ -44,7 +44,7 @@ func meetAll(t *testing.T, keys [2][]connector.Secret, about [2]string, by func(
 			return
 		}
 		defer conn.Close()
-		_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+		_ = conn.SetDeadline(time.Now().Add(time.Minute))
 		var hello [1]byte
 		if _, err := io.ReadFull(conn, hello[:]); err != nil {
 			done <- err
@@ -59,7 +59,7 @@ func meetAll(t *testing.T, keys [2][]connector.Secret, about [2]string, by func(
 	conn, err := net.Dial("tcp", to)
 	require.NoError(t, err)
 	defer conn.Close()
-	_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+	_ = conn.SetDeadline(time.Now().Add(time.Minute))
 	var o outcome
 	finish, err := Prove(conn, dialer[0], []byte(about[0]), dialer[1:]...)
 	require.NoError(t, err)
@@ -173,7 +173,7 @@ func shake(t *testing.T, dialer, listener *tls.Config) (o outcome) {
 	defer a.Close()
 	b, err := l.Accept()
 	require.NoError(t, err)
-	deadline := time.Now().Add(20 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	require.NoError(t, errors.Join(a.SetDeadline(deadline), b.SetDeadline(deadline)))
 	done := make(chan error, 1)
 	go func() {

@@ -45,6 +45,9 @@ func (s *session) dispatch(ctx context.Context, c *call, answer *kvportv1.Sessio
 }
 
 func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionResponse) error {
+	if lend, ok := c.request.GetCall().(*kvportv1.SessionRequest_Lend); ok {
+		return callLend(ctx, w, lend.Lend, answer)
+	}
 	var move mover
 	var m *kvportv1.Transfer
 	moved := &kvportv1.Moved{}
@@ -91,6 +94,34 @@ func callWorker(ctx context.Context, c *call, w *side, answer *kvportv1.SessionR
 	}
 	answer.Result = &kvportv1.SessionResponse_Moved{Moved: moved}
 	return move(ctx, &t, w.kv)
+}
+
+// callLend has a worker lend slots.
+func callLend(ctx context.Context, w *side, m *kvportv1.LendRequest, answer *kvportv1.SessionResponse) error {
+	lender, ok := w.worker.(connector.Lender)
+	if !ok || w.lends() == 0 {
+		return fmt.Errorf("the connector lends no slots: %w", connector.ErrIncompatible)
+	}
+	l, err := wire.LendingFromProto(m)
+	if err != nil {
+		return err
+	}
+	fault.Crash("sdk.lend")
+	loan, err := lender.Lend(ctx, l)
+	if err != nil {
+		return err
+	}
+	fault.Crash("sdk.lent")
+	answer.Result = &kvportv1.SessionResponse_Lent{Lent: wire.LoanToProto(loan)}
+	return nil
+}
+
+// lends is how many slots the worker lends; 0: none.
+func (w *side) lends() int {
+	if lender, ok := w.worker.(connector.Lender); ok && w.placing {
+		return max(0, lender.Lends())
+	}
+	return 0
 }
 
 // mover is Load or Save, and placer is LoadPlaced or SavePlaced.
@@ -306,7 +337,7 @@ func (s *session) open(ctx context.Context, m *kvportv1.Open) (*kvportv1.Opened,
 	s.mu.Lock()
 	s.side, opened.log = opened, o.Env.Log
 	s.mu.Unlock()
-	return &kvportv1.Opened{Capabilities: wire.CapabilitiesToProto(capabilities), Ring: s.openRing(o.Ring)}, nil
+	return &kvportv1.Opened{Capabilities: wire.CapabilitiesToProto(capabilities), Ring: s.openRing(o.Ring), Lends: uint32(opened.lends())}, nil
 }
 
 // openInArena opens a side with its arena mapped from before its opening until after its Close.

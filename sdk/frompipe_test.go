@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -58,6 +59,20 @@ func (w *wires) Dial(_ context.Context, address string) (pipe.Link, error) {
 	w.made = append(w.made, a)
 	links <- b
 	return a, nil
+}
+
+// refuses says whether nobody can dial.
+func (w *wires) refuses(nobody bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.refuse = nobody
+}
+
+// dialled is how often somebody has dialled.
+func (w *wires) dialled() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.dials
 }
 
 // open lets who dials from now on receive.
@@ -210,6 +225,12 @@ func (e *peerEngine) count(name string) int64 {
 	return int64(stats[i].Value)
 }
 
+// counts waits until one of the numbers is n: a block is counted after it was sent, when the other end may have it already.
+func (e *peerEngine) counts(name string, n int64) {
+	e.Helper()
+	require.Eventually(e, func() bool { return e.count(name) == n }, time.Minute, time.Millisecond, "%s is not %d", name, n)
+}
+
 func (e *peerEngine) close() {
 	if e.scheduler != nil {
 		require.NoError(e, e.scheduler.Close())
@@ -297,7 +318,7 @@ func TestPipeManyPeers(t *testing.T) {
 		require.Len(t, ids, 1, "one ticket was for one consumer")
 	}
 	require.Zero(t, p[0].match("r", tickets[1], 4, 5, 6), "a producer never loads")
-	require.Equal(t, 4, w.dials)
+	require.Equal(t, 4, w.dialled())
 	require.Equal(t, 2, d[0].settled(tickets[0], 1, 2, 99), "what the producer lacks ends the prefix")
 }
 
@@ -319,7 +340,7 @@ func TestPipeAddressList(t *testing.T) {
 func TestPipeBreaks(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
-	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Wait: 200 * time.Millisecond})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Wait: 5 * time.Second})
 	ticket := p.save(1, 2)
 	require.Equal(t, 2, d.settled(ticket, 1, 2))
 	w.cut()
@@ -342,7 +363,7 @@ func TestPipeBreaks(t *testing.T) {
 func TestPipeSmallBuffer(t *testing.T) {
 	w := &wires{}
 	p := w.engine(t, "p", connector.RoleProducer, pipe.Peers{})
-	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Bytes: 4 * 64, Wait: 200 * time.Millisecond})
+	d := w.engine(t, "d", connector.RoleConsumer, pipe.Peers{Bytes: 4 * 64, Wait: 2 * time.Second})
 	ticket := p.save(1, 2, 3, 4, 5, 6)
 	require.Equal(t, 2, d.settled(ticket, 1, 2, 3, 4, 5, 6), "half of the buffer is for one request")
 	for range 3 {
@@ -353,21 +374,23 @@ func TestPipeSmallBuffer(t *testing.T) {
 }
 
 func TestFromBuffer(t *testing.T) {
-	b := lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: 1 << 10})
-	s := &bufferStore{b}
-	item := func(k byte) connector.Item {
-		return connector.Item{Key: connector.StoreKey{k}, Spans: [][]byte{{k, k}}}
-	}
-	require.NoError(t, s.Put(t.Context(), []connector.Item{item(1), item(2)}))
-	began := time.Now()
-	err := s.Get(t.Context(), []connector.Item{item(1), item(3), item(2)})
-	require.ErrorIs(t, err, connector.ErrGone)
-	var failed *connector.ItemError
-	require.ErrorAs(t, err, &failed)
-	require.Equal(t, []int{1}, failed.Items)
-	require.Less(t, time.Since(began), selectPatience/2, "it does not wait for what nobody promised")
-	require.ErrorIs(t, s.Get(t.Context(), []connector.Item{item(1)}), connector.ErrGone, "it was given out")
-	require.NoError(t, s.Close())
+	synctest.Test(t, func(t *testing.T) {
+		b := lookupbuffer.NewMemory(lookupbuffer.Options{Bytes: 1 << 10})
+		s := &bufferStore{b}
+		item := func(k byte) connector.Item {
+			return connector.Item{Key: connector.StoreKey{k}, Spans: [][]byte{{k, k}}}
+		}
+		require.NoError(t, s.Put(t.Context(), []connector.Item{item(1), item(2)}))
+		began := time.Now()
+		err := s.Get(t.Context(), []connector.Item{item(1), item(3), item(2)})
+		require.ErrorIs(t, err, connector.ErrGone)
+		var failed *connector.ItemError
+		require.ErrorAs(t, err, &failed)
+		require.Equal(t, []int{1}, failed.Items)
+		require.Zero(t, time.Since(began), "it does not wait for what nobody promised")
+		require.ErrorIs(t, s.Get(t.Context(), []connector.Item{item(1)}), connector.ErrGone, "it was given out")
+		require.NoError(t, s.Close())
+	})
 }
 
 // Whether a connector pushes layers is what its definition says; the numbers that it reports must fit.

@@ -101,7 +101,7 @@ func newPeer(t *testing.T, p connector.Plugin) *hostEnd {
 		require.NoError(t, conn.Close())
 		g.Stop()
 		require.NoError(t, <-served)
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		require.NoError(t, server.Stop(ctx), "a session outlived its stream")
 		require.Empty(t, server.regions.mapped, "memory is still mapped")
@@ -117,7 +117,7 @@ type line struct {
 }
 
 func (p *hostEnd) session() *line {
-	ctx, cancel := context.WithTimeout(p.t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(p.t.Context(), time.Minute)
 	p.t.Cleanup(cancel)
 	stream, err := p.client.Session(ctx)
 	require.NoError(p.t, err)

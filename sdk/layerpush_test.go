@@ -54,8 +54,10 @@ func TestSubscribe(t *testing.T) {
 	require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
 	require.Eventually(t, func() bool { return p.count("layer_confirmed_bytes_total") == 128 }, time.Minute, time.Millisecond)
 
+	w.refuses(true) // so that nobody misses that the subscription has ended
 	w.cut()
 	require.Eventually(t, func() bool { return !subscribed() }, time.Minute, time.Millisecond)
+	w.refuses(false)
 	require.Eventually(t, subscribed, time.Minute, time.Millisecond, "it subscribes again")
 	count, ended = p.begin(3)
 	count.Advance(1)
@@ -147,7 +149,7 @@ func TestSubscribedAndPushed(t *testing.T) {
 		ticket := p.save(1, 2) // they are stored already, and were sent
 		require.Equal(t, 2, d.settled(ticket, 1, 2))
 		d.load(ticket, 1, 2)
-		require.Equal(t, pushed, p.count("pushed_blocks_total"))
+		p.counts("pushed_blocks_total", pushed)
 		require.Zero(t, p.count("served_blocks_total"), "nothing was asked for")
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
@@ -21,6 +22,18 @@ type Placing interface {
 	Placed(keys []connector.StoreKey) []uint32
 	// Used counts as a use of what lies in each of the slots, in this order.
 	Used(slots []uint32)
+}
+
+// Lending is a [Placing] Store that lends the host empty slots ahead of saves. These methods and all others of the Store take note of what
+// the host has written there before they do anything else (rule PLACE-32).
+type Lending interface {
+	// Lends is how many slots are lent at a time; 0: none. It does not change.
+	Lends() int
+	// Lend lends up to n slots more. serial is that of the block that is written into the first one; that of each other one is the
+	// next number.
+	Lend(n int) (slots []uint32, serial uint64)
+	// Back takes back the slots with these serials: the host does not write them. It ignores what is not lent.
+	Back(serials []uint64)
 }
 
 // powers are Capabilities, and what the fields say that are short for some.
@@ -107,7 +120,77 @@ func (w *storeWorker) movePlaced(ctx context.Context, t *connector.Transfer, kv 
 		placed = store.Placed(keys)
 		return nil
 	})
+	if err != nil {
+		w.unnamed.add(keys)
+	}
 	return placed[:min(len(placed), wire.MaxPlaced)], err
+}
+
+// Lends implements connector.Lender. All ranks share what the Store lends.
+func (w *storeWorker) Lends() int {
+	store, ok := w.store.(Lending)
+	if !ok || w.env.Placement == nil || !w.env.Role.Saves() {
+		return 0
+	}
+	return store.Lends() / max(1, w.env.World)
+}
+
+// Lend implements connector.Lender. It lends last: an error has no room for slots.
+func (w *storeWorker) Lend(ctx context.Context, l *connector.Lending) (loan *connector.Loan, err error) {
+	store, lends := w.store.(Lending)
+	placing, places := w.store.(Placing)
+	if !lends || !places {
+		return nil, fmt.Errorf("the connector lends no slots: %w", connector.ErrIncompatible)
+	}
+	loan = &connector.Loan{}
+	unnamed := w.unnamed.take()
+	err = wire.Guard(w.log, "lend", func() error {
+		placing.Used(l.Used)
+		w.written(ctx, l.Written, placing)
+		store.Back(l.Back)
+		loan.Placed = placing.Placed(slices.Concat(unnamed, w.keys(l.Written))) // the host knows of those that it wrote
+		loan.Placed = loan.Placed[:min(len(loan.Placed), wire.MaxPlaced)]
+		loan.Slots, loan.Serial = store.Lend(min(l.Want, w.Lends()))
+		return nil
+	})
+	if err != nil { // the host says again what it has written
+		w.unnamed.add(unnamed)
+	}
+	return loan, err
+}
+
+// written tells the watch about blocks that the host has written into lent slots, and that the Store still has.
+func (w *storeWorker) written(ctx context.Context, blocks []connector.Block, store Placing) {
+	if w.watch == nil || len(blocks) == 0 {
+		return
+	}
+	items := make([]connector.Item, 0, len(blocks))
+	for _, k := range w.keys(blocks) {
+		items = append(items, connector.Item{Key: k})
+	}
+	items, keys, _ := w.watched(items, &connector.Transfer{Blocks: blocks})
+	w.watch.saving(items, keys)
+	w.watch.saved(items, w.gone(ctx, items, store)) // of what went before saving the watch did not hear
+}
+
+// gone are the items, by index, that the Store does not have. What left memory may be below: a query says so.
+func (w *storeWorker) gone(ctx context.Context, items []connector.Item, store Placing) map[int]bool {
+	gone := map[int]bool{}
+	var evicted []int
+	var runs [][]connector.StoreKey
+	for i, it := range items {
+		if run := []connector.StoreKey{it.Key}; len(store.Placed(run)) == 0 {
+			gone[i], evicted, runs = true, append(evicted, i), append(runs, run)
+		}
+	}
+	if len(runs) == 0 {
+		return gone
+	}
+	found, err := w.store.Lookup(ctx, runs)
+	for j, i := range evicted {
+		gone[i] = err != nil || j >= len(found) || found[j] == 0
+	}
+	return gone
 }
 
 // others are the blocks that were moved although some were not.

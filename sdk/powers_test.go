@@ -68,7 +68,7 @@ func take(t *testing.T, s connector.Scheduler) []connector.BlockEvent {
 	t.Helper()
 	source, ok := connector.As[connector.EventSource](s)
 	require.True(t, ok)
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	events, err := source.Events(ctx)
 	require.NoError(t, err)

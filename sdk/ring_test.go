@@ -82,7 +82,7 @@ func (r *ringLine) get() *kvportv1.SessionResponse {
 	select {
 	case m := <-r.answers:
 		return m
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		require.Fail(r.t, "no answer over the ring")
 		return nil
 	}

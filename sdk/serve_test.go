@@ -175,7 +175,7 @@ func TestOrphanExits(t *testing.T) {
 		defer close(ended)
 		_, _ = io.Copy(io.Discard, stdout)
 	}()
-	limit, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	limit, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	select {
 	case <-ended:

@@ -268,6 +268,9 @@ func TestSchedulerCallsAreSerial(t *testing.T) {
 	<-started
 	waiting := l.send(matchCall(connector.Query{Tokens: 1000}))
 	l.send(cancelCall(waiting)) // cancelled before its turn: answered, not run
+	other := l.send(&kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Consumed{}})
+	l.send(cancelCall(other))
+	require.Equal(t, other, l.recv().GetId(), "by now the server has read all that came before")
 	close(release)
 	for range 50 {
 		require.Nil(t, l.recv().GetError())
@@ -333,7 +336,7 @@ func TestStreamEndClosesTheSide(t *testing.T) {
 	<-started
 	cancel()
 	<-ended
-	waited, stop := context.WithTimeout(t.Context(), 10*time.Second)
+	waited, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
 	require.NoError(t, p.server.Stop(waited))
 	require.EqualValues(t, 1, s.closed.Load())

@@ -295,6 +295,23 @@ func TestConformStreams(t *testing.T) {
 	}
 }
 
+// Where a plugin hangs stands below the case in which it does: the goroutines in its own code, and in the log all of them.
+func TestConformSaysWhereItHangs(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "log")
+	out, err := sickly(t, "hangs", "--case", "amid-call", "--log", file).Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.NotEqual(t, exitUsage, exit.ExitCode(), string(exit.Stderr))
+	const where = `\[select \(no cases\)\] kvport\.\(\*sick\)\.Get \(conform_test\.go:\d+\)\n`
+	require.Regexp(t, `\n      the plugin's process \d+ had to be killed, with \d+ of its \d+ goroutines in the connector's own code; --log FILE has all\n        `+where, string(out))
+	require.Regexp(t, `\n        hung: +`+where, string(out))
+	log, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Contains(t, string(log), "SIGQUIT: quit")
+	require.Contains(t, string(log), "/sdk.Serve(")
+}
+
 // What ends the trial of --profile auto is not the plugin's fault, and is said.
 func TestConformAutoEnds(t *testing.T) {
 	t.Parallel()

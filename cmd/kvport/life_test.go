@@ -135,7 +135,7 @@ func exitCode(t *testing.T, p *cluster.Process) int {
 	t.Helper()
 	select {
 	case <-p.Done():
-	case <-time.After(30 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("it has not ended")
 	}
 	err := p.Stop(t.Context()) // it only says how the end was

@@ -40,7 +40,7 @@ func TestRouteWithKeysOnBothSides(t *testing.T) {
 		_, text := do(t, "GET", r.URL+"/metrics", "", "Authorization", "Bearer "+alpha)
 		return strings.Contains(text, `kvport_router_handoffs_total{reason="",result="loaded"} 1`) &&
 			strings.Contains(text, `kvport_router_requests_total{outcome="disaggregated"} 1`)
-	}, 10*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 
 	code, text := do(t, "GET", r.URL+"/health", "")
 	require.Equal(t, 200, code)

@@ -29,7 +29,7 @@ func start(t *testing.T, args ...string) *cluster.Process {
 	p, err := cluster.Start(t.Context(), nil, args[0], path, args...)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		if err := p.Stop(ctx); err != nil {
 			t.Errorf("%v\n%s", err, p.Logs())
@@ -84,7 +84,7 @@ func TestPrefillDecode(t *testing.T) {
 	require.Eventually(t, func() bool { // an answer comes a little before it is counted
 		m, err := client.Metrics(t.Context(), r.URL)
 		return err == nil && m.Sum("kvport_router_requests_total", `outcome="disaggregated"`) == 8
-	}, 10*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 
 	code, body := do(t, "GET", d.URL+"/health", "")
 	require.Equal(t, 200, code)
@@ -112,8 +112,18 @@ func TestDrain(t *testing.T) {
 	<-p.Done()
 }
 
-// A second signal does not wait.
+// A second signal does not wait. One that comes right behind the first is the same, unless a busy machine lets the process see it late.
 func TestSecondSignal(t *testing.T) {
+	same := false
+	for try := 0; try < 5 && !same; try++ {
+		same = signalTwice(t)
+	}
+	require.True(t, same, "a signal right behind the first one counts as the second")
+}
+
+// signalTwice reports whether a signal right behind the first one changed nothing.
+func signalTwice(t *testing.T) (same bool) {
+	t.Helper()
 	path, err := exec.LookPath("kvport")
 	require.NoError(t, err)
 	p, err := cluster.Start(t.Context(), nil, "serve", path, "serve", "--model", "sim", "--port", "0", "--max-num-batched-tokens", "1")
@@ -133,15 +143,18 @@ func TestSecondSignal(t *testing.T) {
 	require.NoError(t, p.Logged(t.Context(), "draining"))
 	require.NoError(t, p.Signal(syscall.SIGINT)) // the same one, as far as the process can tell
 	<-time.After(sameSignal + 100*time.Millisecond)
-	require.NotContains(t, p.Logs(), "not waiting any longer")
+	if strings.Contains(p.Logs(), "not waiting any longer") {
+		return false
+	}
 	require.NoError(t, p.Signal(syscall.SIGINT))
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	select {
 	case <-p.Done():
 	case <-ctx.Done():
 		t.Fatal("still draining after the second signal")
 	}
+	return true
 }
 
 // Keys of the old form that are strong enough.

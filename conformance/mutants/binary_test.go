@@ -179,6 +179,9 @@ func TestPluginThatCrashes(t *testing.T) {
 func TestPluginThatHangs(t *testing.T) {
 	r := check(t, plugin(t, "kvport-hangs"), 500*time.Millisecond, "round-trip")
 	require.Less(t, r.Took, 30*time.Second)
+	require.Regexp(t, `^the plugin's process \d+ had to be killed, with \d+ of its \d+ goroutines in the connector's own code; --log FILE has all$`, r.Stacks[0])
+	require.Regexp(t, `^  \[select \(no cases\)\] mutants_test\.TestMain\.func\d+ \(binary_test\.go:\d+\) < mutants_test\.\(\*changedWorker\)\.Load \(binary_test\.go:\d+\)`, r.Stacks[1])
+	require.Empty(t, r.LastWords, "it did not end by itself")
 	children, err := filepath.Glob("/proc/self/task/*/children")
 	require.NoError(t, err)
 	for _, c := range children {

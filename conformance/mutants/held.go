@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"syscall"
 
 	"github.com/kvport/kvport/connector"
@@ -28,6 +27,10 @@ func heldMutants() []Mutant {
 		{
 			Name: "says that engines share what one of them holds", Case: "engines-at-once", Config: `{"dir": "@TMP@/kv"}`,
 			Plugin: func() connector.Plugin { return held(connector.ScopeNode, oneFolder) },
+		},
+		{
+			Name: "opens what one process holds once for each life of its engine", Case: "many-sides", Config: `{"dir": "@TMP@/kv"}`,
+			Plugin: func() connector.Plugin { return holding(connector.ScopeEngine, folderOf, eachAnew) },
 		},
 		{
 			Name: "ignores the Shape in a folder of one engine", Case: "other-shape", Config: `{"dir": "@TMP@/kv"}`,
@@ -101,16 +104,44 @@ func (s *eitherScheduler) Close() error { return errors.Join(s.one.Close(), s.ot
 
 // held keeps its blocks in what folder makes of the configured one.
 func held(scope connector.Scope, folder func(dir, engine string) string) connector.Plugin {
-	h := &holders{of: map[string]*holder{}}
+	return holding(scope, folder, new(sdk.Shared[*holder]).Open)
+}
+
+// opening is how a connector gets the holder of a folder: it opens it, or shares the open one.
+type opening func(ctx context.Context, dir string, open func(context.Context) (*holder, error)) (h *holder, release func() error, err error)
+
+// eachAnew opens a holder, whoever has one already.
+func eachAnew(ctx context.Context, _ string, open func(context.Context) (*holder, error)) (*holder, func() error, error) {
+	h, err := open(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	return h, h.Close, nil
+}
+
+// holding is held with another way to get the holder of a folder.
+func holding(scope connector.Scope, folder func(dir, engine string) string, get opening) connector.Plugin {
 	d := sdk.Definition{Name: "HeldConnector", Version: "1", Scope: scope, Groups: true}
-	return sdk.FromStore(d, func(_ context.Context, env connector.Env, c HeldConfig) (connector.Store, error) {
+	return sdk.FromStore(d, func(ctx context.Context, env connector.Env, c HeldConfig) (connector.Store, error) {
 		dir := folder(c.Dir, env.Engine)
-		release, err := h.hold(dir, env.Engine)
+		h, release, err := get(ctx, dir, func(context.Context) (*holder, error) {
+			lock, err := lockFolder(dir)
+			return &holder{env.Engine, lock}, err
+		})
 		if err != nil {
 			return nil, err
 		}
+		if h.engine != env.Engine {
+			return nil, errors.Join(fmt.Errorf("dir: engine %s holds %s: %w", h.engine, dir, connector.ErrIncompatible), release())
+		}
 		return &heldFiles{&files{dir: dir}, release}, nil
 	})
+}
+
+// holder is the engine that holds a folder, and its lock.
+type holder struct {
+	engine string
+	*os.File
 }
 
 // heldFiles is a Store of which the engine that has it open has the lock.
@@ -121,47 +152,6 @@ type heldFiles struct {
 
 // Close implements connector.Store.
 func (s *heldFiles) Close() error { return s.release() }
-
-// holders are the folders that engines of this process hold.
-type holders struct {
-	mu sync.Mutex
-	of map[string]*holder
-}
-
-// holder is the engine that holds a folder, and how many stores it has open there.
-type holder struct {
-	engine string
-	users  int
-	lock   *os.File
-}
-
-// hold takes the lock of a folder, or shares that of the same engine.
-func (h *holders) hold(dir, engine string) (release func() error, err error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	one := h.of[dir]
-	if one == nil {
-		lock, err := lockFolder(dir)
-		if err != nil {
-			return nil, err
-		}
-		one = &holder{engine: engine, lock: lock}
-		h.of[dir] = one
-	}
-	if one.engine != engine {
-		return nil, fmt.Errorf("dir: engine %s holds %s: %w", one.engine, dir, connector.ErrIncompatible)
-	}
-	one.users++
-	return func() error {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		if one.users--; one.users > 0 {
-			return nil
-		}
-		delete(h.of, dir)
-		return one.lock.Close()
-	}, nil
-}
 
 // lockFolder makes a folder whose lock no other process has.
 func lockFolder(dir string) (*os.File, error) {

@@ -22,7 +22,7 @@ type Mutant struct {
 
 // All lists every mutant, at least one for each case.
 func All() []Mutant {
-	out := slices.Concat(badStores(), fileMutants(), heldMutants(), versionMutants(), arenaMutants(), placingMutants(), remoteMutants(), offloadMutants(), pipeMutants(), pdMutants(), bufferMutants(), multiMutants(), someRandomlyFound())
+	out := slices.Concat(badStores(), fileMutants(), heldMutants(), versionMutants(), arenaMutants(), placingMutants(), lendingMutants(), remoteMutants(), offloadMutants(), pipeMutants(), pdMutants(), bufferMutants(), multiMutants(), someRandomlyFound())
 	lists := [][]fault{
 		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(), layerFaults(), overlapFaults(),
 		lifeFaults(), ringFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),

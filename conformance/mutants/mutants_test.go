@@ -69,6 +69,34 @@ func TestPlacingReference(t *testing.T) {
 	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.PlacingReference(), nil)), conformance.Place)
 }
 
+func TestLendingReference(t *testing.T) {
+	conformance.Run(t, conformance.InProcess(mutants.LendingReference(), nil))
+	conformance.Run(t, conformance.Wire(mutants.LendingReference(), nil), conformance.Place)
+	conformance.Run(t, conformance.Staged(conformance.Wire(mutants.LendingReference(), nil)), conformance.Place)
+}
+
+// Optional cases are skipped where they do not apply. These do apply here, at each trust level and over the wire, and at level staged they find their mutants, too.
+func TestLendingIsJudged(t *testing.T) {
+	ids := []string{"lent", "lent-found", "lent-back"}
+	for _, h := range []conformance.Maker{
+		conformance.InProcess(mutants.LendingReference(), nil), conformance.Wire(mutants.LendingReference(), nil), conformance.Staged(conformance.Wire(mutants.LendingReference(), nil)),
+	} {
+		for _, r := range conformance.Check(t.Context(), h, conformance.Options{Only: ids}) {
+			if decided(t, r) {
+				require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+			}
+		}
+	}
+	for _, m := range mutants.All() {
+		if slices.Contains(ids, m.Case) {
+			r := conformance.Check(t.Context(), conformance.Staged(conformance.Wire(m.Plugin(), nil)), conformance.Options{Only: []string{m.Case}})[0]
+			if decided(t, r) {
+				require.Equal(t, conformance.Fail, r.Status, "staged: %s", m.Name)
+			}
+		}
+	}
+}
+
 func TestCompleteReference(t *testing.T) {
 	for _, h := range []conformance.Maker{conformance.InProcess(mutants.CompleteReference(), nil), conformance.Wire(mutants.CompleteReference(), nil)} {
 		conformance.Run(t, h, conformance.Place)

@@ -29,6 +29,7 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 		return &Store{Store: far, far: far}, nil
 	}
 	o := tier.OptionsFor(&env)
+	o.Lend = true
 	o.MemoryBytes, o.Policy, o.Lower, o.AdmitAfter, o.Prefetch = s.memory, s.policy, lower, 1, ahead
 	if s.hot {
 		o.AdmitAfter = 2
@@ -79,6 +80,29 @@ func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 func (s *Store) Used(slots []uint32) {
 	if s.near != nil {
 		s.near.Used(slots)
+	}
+}
+
+// Lends implements sdk.Lending.
+func (s *Store) Lends() int {
+	if s.near == nil {
+		return 0
+	}
+	return s.near.Lends()
+}
+
+// Lend implements sdk.Lending.
+func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
+	if s.near == nil {
+		return nil, 0
+	}
+	return s.near.Lend(n)
+}
+
+// Back implements sdk.Lending.
+func (s *Store) Back(serials []uint64) {
+	if s.near != nil {
+		s.near.Back(serials)
 	}
 }
 

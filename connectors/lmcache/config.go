@@ -398,6 +398,7 @@ func (out *settings) warn(log *slog.Logger) {
 // options are those of the memory tier for one engine.
 func (out *settings) options(env *connector.Env) tier.Options {
 	o := tier.OptionsFor(env)
+	o.Lend = true
 	o.MemoryBytes, o.Policy, o.AdmitAfter, o.Prefetch = out.memory, out.policy, 1, 16
 	return o
 }

@@ -139,6 +139,29 @@ func (s *Store) Used(slots []uint32) {
 	}
 }
 
+// Lends implements sdk.Lending.
+func (s *Store) Lends() int {
+	if s.near == nil {
+		return 0
+	}
+	return s.near.Lends()
+}
+
+// Lend implements sdk.Lending.
+func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
+	if s.near == nil {
+		return nil, 0
+	}
+	return s.near.Lend(n)
+}
+
+// Back implements sdk.Lending.
+func (s *Store) Back(serials []uint64) {
+	if s.near != nil {
+		s.near.Back(serials)
+	}
+}
+
 // Lookup implements connector.Store.
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	found, err := s.Store.Lookup(ctx, runs)

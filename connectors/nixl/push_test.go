@@ -85,6 +85,13 @@ func TestLateWriter(t *testing.T) {
 	}
 }
 
+// shared reports whether more than one load uses a mapping.
+func (w *aliasMapping) shared() bool {
+	w.rank.view.Lock()
+	defer w.rank.view.Unlock()
+	return w.users > 1
+}
+
 func testLateWriter(t *testing.T, tcp string) {
 	rng := rand.New(rand.NewPCG(22, 23))
 	p, d := open(t, connector.RoleProducer, Config{UCXTCP: tcp}, nil), open(t, connector.RoleConsumer, Config{Mode: modePush, UCXTCP: tcp}, nil)
@@ -111,15 +118,19 @@ func testLateWriter(t *testing.T, tcp string) {
 			d.node.pool.keep(v.Address(), c)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
-		p.node.told = func() { // where the blocks are it learns, and no more
-			v.Stall(true, false)
-			time.AfterFunc(time.Second, cancel) // by when the consumer has asked for the write, to no avail
-		}
+		p.node.told = func() { v.Stall(true, false) } // where the blocks are it learns, and no more
 		blocks := run(rng, byte(i), 9)
 		require.NoError(t, d.w.(*worker).rank.register(d.kv))
 		w, err := d.w.(*worker).rank.aliasMapping() // as another load has, that goes on
 		require.NoError(t, err)
-		err = d.w.Load(ctx, &connector.Transfer{Request: "r", Tokens: tokens(9), Blocks: blocks, Ticket: by(hold.Ticket)}, d.kv)
+		loaded := make(chan error, 1)
+		go func() {
+			loaded <- d.w.Load(ctx, &connector.Transfer{Request: "r", Tokens: tokens(9), Blocks: blocks, Ticket: by(hold.Ticket)}, d.kv)
+		}()
+		require.Eventually(t, func() bool { return w.shared() }, time.Minute, time.Millisecond, "the load has a place for the bytes")
+		<-time.After(time.Second) // by when it has asked for the write, to no avail
+		cancel()
+		err = <-loaded
 		require.Error(t, err)
 		require.NotErrorIs(t, err, connector.ErrIncompatible)
 		p.node.told = nil

@@ -195,14 +195,14 @@ func (x *side) end(blocks []connector.Block, n int) connector.Hold {
 // load loads a ticket's blocks elsewhere.
 func (x *side) load(rng *rand.Rand, prefix byte, n int, ticket []byte) ([]connector.Block, error) {
 	blocks := run(rng, prefix, n)
-	ctx, cancel := context.WithTimeout(x.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(x.Context(), time.Minute)
 	defer cancel()
 	return blocks, x.w.Load(ctx, &connector.Transfer{Request: "r", Tokens: tokens(n), Blocks: blocks, Ticket: ticket}, x.kv)
 }
 
 // consumed is what the producer reports next.
 func (x *side) consumed() []connector.HoldID {
-	ctx, cancel := context.WithTimeout(x.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(x.Context(), time.Minute)
 	defer cancel()
 	ids, err := x.s.(connector.Holder).Consumed(ctx)
 	require.NoError(x, err)

@@ -21,7 +21,7 @@ func (x *side) raw() net.Conn {
 	conn, err := net.Dial("tcp", x.node.address())
 	require.NoError(x, err)
 	x.Cleanup(func() { _ = conn.Close() })
-	require.NoError(x, conn.SetDeadline(time.Now().Add(20*time.Second)))
+	require.NoError(x, conn.SetDeadline(time.Now().Add(time.Minute)))
 	return conn
 }
 

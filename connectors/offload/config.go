@@ -150,6 +150,7 @@ func (c *Config) ArenaBlockTokens() int64 { return int64(c.BlockSize) }
 // options are those of the tiers for one engine.
 func (c *Config) options(env *connector.Env) tier.Options {
 	o := tier.OptionsFor(env)
+	o.Lend = true
 	o.Slots, o.Policy, o.Workers = c.slots(env), c.policy(), c.Workers
 	o.StoreThreshold, o.Tracked, o.TTL, o.TenantBytes = c.StoreThreshold, c.Tracker, time.Duration(c.TTL)*time.Second, c.TenantBytes
 	o.PinAfter, o.PinShare = c.PinAfter, float64(c.PinPercent)/100

@@ -56,6 +56,18 @@ func TestStaged(t *testing.T) {
 	conformance.Run(t, conformance.Staged(conformance.Wire(plugin(), config(t))), profiles()...)
 }
 
+// Rules PLACE-29, PLACE-32 and PLACE-33: the memory tier lends slots, at each trust level and over the wire.
+func TestLent(t *testing.T) {
+	config := json.RawMessage(`{"num_cpu_blocks": 512}`)
+	for _, h := range []conformance.Maker{
+		conformance.InProcess(plugin(), config), conformance.Wire(plugin(), config), conformance.Staged(conformance.Wire(plugin(), config)),
+	} {
+		for _, r := range conformance.Check(t.Context(), h, conformance.Options{Only: []string{"lent", "lent-found", "lent-back"}}) {
+			require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+		}
+	}
+}
+
 // Rule PLACE-27: what is in memory is all there is without a disk tier, whatever is evicted or declined, and in pieces too.
 func TestComplete(t *testing.T) {
 	for _, config := range []string{

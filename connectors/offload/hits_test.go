@@ -59,7 +59,7 @@ func serve(t *testing.T, kvport, model, extra string, args ...string) *cluster.P
 
 func stop(t *testing.T, p *cluster.Process) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	require.NoError(t, p.Stop(ctx))
 }
@@ -123,7 +123,7 @@ func (s *policySimulation) request(t *testing.T, who, blocks int) (hits int) {
 // settled waits until the engine's saves are acknowledged.
 func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); ; {
+	for end := time.Now().Add(time.Minute); ; {
 		m, err := client.Metrics(t.Context(), p.URL)
 		require.NoError(t, err)
 		if m.Sum("kvport_blocks", `state="pinned"`) == 0 {

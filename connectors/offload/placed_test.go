@@ -137,6 +137,45 @@ func TestTurnsWithoutACall(t *testing.T) {
 	stop(t, p)
 }
 
+// Rules PLACE-35 and PLACE-34: once the plugin has lent slots, what is computed is saved without a call of the plugin, and found by the next life, which nobody has
+// told about the last of it. Ranks share what is lent, and each has its own.
+func TestSavesWithoutACall(t *testing.T) {
+	kvport := binaries(t)
+	t.Run("one rank", func(t *testing.T) { savesWithoutACall(t, kvport, 1) })
+	t.Run("two ranks", func(t *testing.T) { savesWithoutACall(t, kvport, 2, "--tensor-parallel-size", "2") })
+}
+
+func savesWithoutACall(t *testing.T, kvport string, ranks float64, args ...string) {
+	t.Helper()
+	var client cluster.Client
+	p := serve(t, kvport, "sim", `{"cpu_bytes_to_use":67108864}`, args...)
+	ask := func(n int) []int32 {
+		c, err := client.Complete(t.Context(), p.URL, cluster.Request{Prompt: text(n, 16*6+3), MaxTokens: 4, IgnoreEOS: true})
+		require.NoError(t, err)
+		settled(t, &client, p)
+		return c.Tokens
+	}
+	sum := func(name string, labels ...string) float64 {
+		m, err := client.Metrics(t.Context(), p.URL)
+		require.NoError(t, err)
+		return m.Sum(name, labels...)
+	}
+	var want [][]int32
+	for end := time.Now().Add(time.Minute); sum("kvport_placed_saved_blocks_total") < 60*ranks; {
+		require.True(t, time.Now().Before(end), "only %v blocks were saved without a call", sum("kvport_placed_saved_blocks_total"))
+		want = append(want, ask(len(want)))
+	}
+	kill(t, &client, p)
+	external := sum("kvport_prompt_tokens_total", `source="external"`)
+	for n := range want {
+		require.Equal(t, want[n], ask(n))
+	}
+	require.InDelta(t, 16.0*6*float64(len(want)), sum("kvport_prompt_tokens_total", `source="external"`)-external, 0, "nothing of it is lost")
+	require.Zero(t, sum("kvport_plugin_violations_total"))
+	require.Zero(t, sum("kvport_integrity_failures_total"))
+	stop(t, p)
+}
+
 // A prefix that several prompts share is a hit from the third one on where blocks are stored when they are offered twice, although each
 // save of such a prompt fails for its own blocks, and an answer with an error names no slot.
 func TestPrefixBesideWhatIsDeclined(t *testing.T) {

@@ -11,7 +11,7 @@ import (
 	"github.com/kvport/kvport/verify/cluster"
 )
 
-// Rule PLACE-29: hits of some MiB are loaded layer by layer out of the plugin's memory, at both trust levels and on several ranks, also after
+// Rule PLACE-36: hits of some MiB are loaded layer by layer out of the plugin's memory, at both trust levels and on several ranks, also after
 // the plugin was killed, and no token differs.
 func TestPlacedHitsByLayer(t *testing.T) {
 	kvport := binaries(t)

@@ -36,7 +36,7 @@ func reasons() map[string]string {
 		idUnlisted:  "it is not signed, and peers does not list both engines that it names",
 		idForged:    "its signature is not of the deployment's key",
 		idReplayed:  "another request had it before",
-		idMalformed: "it is not ___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_ with 32 hexadecimal digits behind it",
+		idMalformed: "it has the words of one and names no engine",
 	}
 }
 
@@ -115,7 +115,7 @@ func (r *reader) read(id connector.RequestID) addresses {
 	r.found[kind]++
 	if why, ignored := reasons()[kind]; ignored {
 		r.ignored.add(string(id), claim{})
-		r.tell(kind, why)
+		r.tell(kind, why, id, &pair)
 		return addresses{}
 	}
 	class.add(pair.Unique, claim{id, ends})
@@ -148,12 +148,17 @@ func (r *reader) verify(p *pairid.Pair) bool {
 	})
 }
 
-// tell has the log say once of each kind why it is ignored: a client could write any number of them.
-func (r *reader) tell(kind, why string) {
-	if !r.told[kind] {
-		r.told[kind] = true
-		r.log.Warn("a request id that names engines is ignored; more of this kind are only counted", "kind", kind, "reason", why)
+// tell has the log say once of each kind what was met and why it is ignored: a client could write any number of them.
+func (r *reader) tell(kind, why string, id connector.RequestID, p *pairid.Pair) {
+	if r.told[kind] {
+		return
 	}
+	r.told[kind] = true
+	met := []any{"kind", kind, "reason", why, "prefill", p.Prefill, "decode", p.Decode}
+	if kind == idMalformed {
+		met = []any{"kind", kind, "reason", why + ": " + pairid.Problem(string(id))}
+	}
+	r.log.Warn("a request id that names engines is ignored; more of this kind are only counted", met...)
 }
 
 // stats shows what ids were found.

@@ -139,10 +139,46 @@ func TestIgnoredIDsAreLoggedOnce(t *testing.T) {
 	}
 	lines := strings.Split(strings.TrimSpace(log.String()), "\n")
 	require.Len(t, lines, 3)
-	for i, words := range [][]string{{"kind=unsigned", "unsigned_ids", "peers"}, {"kind=forged"}, {"kind=malformed"}} {
+	for i, words := range [][]string{{"kind=unsigned", "unsigned_ids", "peers"}, {"kind=forged", "prefill=10.0.0.1:1", "decode=10.0.0.2:2"}, {"kind=malformed", "it has no ___decode_addr_"}} {
 		for _, w := range words {
 			require.Contains(t, lines[i], w)
 		}
+	}
+}
+
+// TestLogSaysWhichAddress: of an id that names an engine as no id can, the log says which address that is and what is wanted.
+func TestLogSaysWhichAddress(t *testing.T) {
+	for address, says := range map[string]string{
+		"prefill_1:14579":      "prefill engine is \\\"prefill_1:14579\\\", want HOST:PORT",
+		"[fe80::1%eth0]:14579": "prefill engine is \\\"[fe80::1%eth0]:14579\\\", want HOST:PORT",
+		"10.0.0.1":             "prefill engine is \\\"10.0.0.1\\\", want HOST:PORT",
+	} {
+		var log bytes.Buffer
+		r := newReader(list(t, "10.0.0.0/24:*"), slog.New(slog.NewTextHandler(&log, nil)))
+		for i := range 100 {
+			require.Empty(t, r.read(pair(address, "10.0.0.2:2", i)))
+		}
+		require.Equal(t, 1, strings.Count(log.String(), "\n"), log.String())
+		require.Contains(t, log.String(), says)
+		require.Less(t, log.Len(), 1024)
+	}
+}
+
+// TestLogSaysWhoCannotBeNamed: an engine that registers with an address which no id can have says so when it starts.
+func TestLogSaysWhoCannotBeNamed(t *testing.T) {
+	for config, says := range map[string]bool{
+		`{}`: false, `{"advertise":"prefill_1"}`: false,
+		`{"advertise":"prefill-1","proxy_ip":"127.0.0.1","proxy_port":1,"http_port":1}`:                        false,
+		`{"advertise":"fe80::1","proxy_ip":"127.0.0.1","proxy_port":1,"http_port":1}`:                          false,
+		`{"advertise":"prefill_1","proxy_ip":"127.0.0.1","proxy_port":1,"http_port":1}`:                        true,
+		`{"advertise":"prefill_1","proxy_ip":"127.0.0.1","proxy_port":1,"http_port":1,"proxy_protocol":"zmq"}`: true,
+		`{"advertise":"fe80::1%eth0","routers":["127.0.0.1:1"],"http_port":1}`:                                 true,
+	} {
+		var log bytes.Buffer
+		c, err := sdk.DecodeConfig[Config]([]byte(config))
+		require.NoError(t, err, config)
+		c.tellAddress(slog.New(slog.NewTextHandler(&log, nil)))
+		require.Equal(t, says, strings.Contains(log.String(), "no request id can name this engine"), config)
 	}
 }
 

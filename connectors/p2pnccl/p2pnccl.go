@@ -13,6 +13,7 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/connectors/internal/peerkey"
 	"github.com/kvport/kvport/internal/keyring"
+	"github.com/kvport/kvport/internal/pairid"
 	"github.com/kvport/kvport/internal/register"
 	"github.com/kvport/kvport/internal/ticket"
 	"github.com/kvport/kvport/pipe"
@@ -72,6 +73,7 @@ func Open(_ context.Context, env connector.Env, c Config) (pipe.Peers, error) {
 		return pipe.Peers{}, err
 	}
 	c.tellTrust(log)
+	c.tellAddress(log)
 	ids := newReader(listed, log, routers...)
 	life := &registered{network: n}
 	var registrars []registering
@@ -114,6 +116,14 @@ func (c *Config) tellTrust(log *slog.Logger) {
 		}
 	case c.ProxyProtocol == byZMQ:
 		log.Warn("the proxy signs no request ids, so they are ignored and decode engines compute all prompts: trust it with unsigned_ids and peers", "proxy", c.proxy())
+	}
+}
+
+// tellAddress says in the log that no request id can name this engine, if it registers to be named.
+func (c *Config) tellAddress(log *slog.Logger) {
+	registers := len(c.registrars()) > 0 || c.ProxyProtocol == byZMQ
+	if registers && !pairid.IsAddress(net.JoinHostPort(c.reach(), "1")) {
+		log.Warn("no request id can name this engine, so that ids do not count which are made for it: give it another kv_ip or advertise", "host", c.reach(), "reason", pairid.WantAddress)
 	}
 }
 

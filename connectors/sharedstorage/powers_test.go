@@ -2,6 +2,7 @@ package sharedstorage
 
 import (
 	"context"
+	"maps"
 	"os"
 	"sync"
 	"testing"
@@ -86,25 +87,31 @@ func TestWatch(t *testing.T) {
 			gone[k] = true
 		}
 	})
+	told := func() (map[connector.StoreKey]bool, bool) {
+		mu.Lock()
+		defer mu.Unlock()
+		return maps.Clone(gone), all
+	}
 	for n := range 30 {
 		put(t, s, item(n))
 	}
-	require.NotEmpty(t, gone)
-	require.EqualValues(t, len(gone), s.Counts().Evicted)
+	evicted, _ := told()
+	require.NotEmpty(t, evicted)
+	require.EqualValues(t, len(evicted), s.Counts().Evicted)
 	for n := range 30 {
-		require.Equal(t, gone[keyOf(n)], lookup(t, s, n) == 0, "block %d", n)
+		require.Equal(t, evicted[keyOf(n)], lookup(t, s, n) == 0, "block %d", n)
 	}
 	require.NoError(t, os.WriteFile(s.pathOf(keyOf(29)), []byte("damaged"), 0o600))
 	err := get(t, s, item(29))
 	require.ErrorIs(t, err, connector.ErrCorrupt)
-	require.True(t, gone[keyOf(29)])
-	require.False(t, all)
+	damaged, everything := told()
+	require.True(t, damaged[keyOf(29)])
+	require.False(t, everything)
 	require.NoError(t, os.RemoveAll(s.config.Path))
 	require.Eventually(t, func() bool {
 		_ = s.Put(t.Context(), []connector.Item{item(31)})
-		mu.Lock()
-		defer mu.Unlock()
-		return all
+		_, everything = told()
+		return everything
 	}, time.Minute, 10*time.Millisecond)
 }
 

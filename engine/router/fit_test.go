@@ -16,7 +16,7 @@ import (
 
 // How long tests wait for what other goroutines do, and how often they look.
 const (
-	waitLimit = 10 * time.Second
+	waitLimit = time.Minute
 	waitTick  = time.Millisecond
 )
 

@@ -48,6 +48,8 @@ type metrics struct {
 
 	registrations *prometheus.CounterVec
 	introduced    prometheus.Counter
+	unnamed       prometheus.Counter
+	foreignIDs    prometheus.Counter
 	known         prometheus.Gauge
 }
 
@@ -77,6 +79,8 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		fileBad:       s.Gauge("kvport_router_config_bad", "1 if the config file cannot be used as it is now, and what it said before counts."),
 		registrations: s.Counters("kvport_router_registrations_total", "Registrations of instances by HTTP status.", "code"),
 		introduced:    s.Counter("kvport_router_introductions_total", "Requests whose id named both engines, signed."),
+		unnamed:       s.Counter("kvport_router_introductions_failed_total", "Requests whose id could not name both engines, since no id can name where one of them takes blocks."),
+		foreignIDs:    s.Counter("kvport_router_foreign_ids_total", "Requests whose client's id names two engines, as other routers make them; it was replaced."),
 		known:         s.Gauge("kvport_router_registered_instances", "Instances that have said where they take blocks."),
 	}
 	return m, s.Register(reg)

@@ -130,7 +130,7 @@ func partOf(m *register.Message, groups bool) (part role, err error) {
 	case !isHostPort(m.HTTP):
 		err = fmt.Errorf("http_address is %q, want HOST:PORT", m.HTTP)
 	case m.KV != "" && !isHostPort(m.KV):
-		err = fmt.Errorf("zmq_address is %q, want HOST:PORT", m.KV)
+		err = fmt.Errorf("zmq_address is %q, %s", m.KV, pairid.WantAddress)
 	case m.Group != "" && !groups:
 		err = errors.New("group is for a router with --mode replica")
 	case m.Group != "" && !register.IsGroup(m.Group):
@@ -214,6 +214,10 @@ func (p *pool) believe(i int, m *register.Message, by string) {
 	if k.kv == "" {
 		p.metrics.known.Inc()
 		p.log.Info("instance takes blocks of others", "instance", m.HTTP, "role", p.table.instances[i].role.String(), "kv", m.KV)
+	}
+	if k.kv != m.KV && !pairid.IsAddress(m.KV) {
+		p.log.Warn("no request id can name where an instance takes blocks, so nothing is sent there unasked: give its connector another address",
+			"instance", m.HTTP, "role", p.table.instances[i].role.String(), "kv", m.KV, "reason", pairid.WantAddress)
 	}
 	k.kv, k.by, k.kvSeen = m.KV, by, now
 }
@@ -540,7 +544,8 @@ func (c *call) meet(p, d target) {
 		return
 	}
 	text, ok := pairid.New(from, to, newID())
-	if !ok { // no engine could read it
+	if !ok { // no engine could read it; the log has said whose address it is
+		c.router.metrics.unnamed.Inc()
 		return
 	}
 	c.pair = text + "_" + sign(text, byPrefill, byDecode)

@@ -70,7 +70,7 @@ func registeredInstance(t *testing.T, part string, ids *sync.Map) string {
 
 // Instances that register serve, know of each other by signed ids, and are forgotten when they stop.
 func TestRegister(t *testing.T) {
-	r, err := New(Config{Register: signer(400 * time.Millisecond), HealthInterval: 20 * time.Millisecond})
+	r, err := New(Config{Register: signer(3 * time.Second), HealthInterval: 20 * time.Millisecond})
 	require.NoError(t, err)
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan struct{})

@@ -143,6 +143,7 @@ type Router struct {
 	ending   time.Duration // maxEnding, but in tests
 	draining atomic.Bool
 	refusals apikeys.Refusals // of registrations
+	foreign  sync.Once        // has the log say that an id is of another router
 }
 
 // New makes a Router. Errors name the URL that is wrong.
@@ -350,6 +351,7 @@ func (r *Router) generate(w http.ResponseWriter, req *http.Request) {
 		failed: make(map[int]bool),
 	}
 	w.Header().Set("X-Request-Id", c.id)
+	r.noteForeign(req.Header.Get("X-Request-Id"))
 	result := r.admit(c, req)
 	r.pool.leave(c.picked)
 	c.awaitClient(0) // not for the next request on this connection

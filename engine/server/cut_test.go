@@ -106,6 +106,6 @@ func TestDrainDuringBody(t *testing.T) {
 
 // How long and how often a test looks for what is to come soon.
 const (
-	patience = 10 * time.Second
+	patience = time.Minute
 	tick     = time.Millisecond
 )

@@ -31,7 +31,7 @@ func serveSim(t *testing.T) (*fixture, *engine.Engine) {
 	require.NoError(t, err)
 	f := serve(t, e, func(c *Config) { c.Metrics, c.Gatherer = reg, reg })
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		require.NoError(t, e.Close(ctx))
 		require.NoError(t, m.Close())

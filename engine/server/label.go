@@ -12,7 +12,7 @@ import (
 func label(given, own string) string {
 	longest := 128
 	if strings.HasPrefix(given, pairid.Prefix) {
-		longest = 512
+		longest = pairid.Longest
 	}
 	bad := func(r rune) bool { return r <= ' ' || r > '~' }
 	if given == "" || len(given) > longest || strings.ContainsFunc(given, bad) {
@@ -34,12 +34,40 @@ func (x *exchange) requestID(prompt int) string { return fmt.Sprintf("%s%s-%d", 
 
 // takePair sees to what it means for a request that its label names two engines, once the request is known.
 func (s *Server) takePair(x *exchange, prompts int) {
-	if x.params.query || !x.mayName() { // no other engine is asked to send blocks for it
+	switch {
+	case x.pair == "":
+	case x.params.query: // no other engine is asked to send blocks for it
+		x.pair = ""
+	case !x.mayName():
+		s.ignoreID(ignoredKey, strings.TrimSuffix(x.pair, "-"))
 		x.pair = ""
 	}
 	if prompts == 1 && s.isPrefill(x) {
 		x.params.remote = true
 	}
+}
+
+// Why an id that names two engines does not get to the connector.
+const (
+	ignoredKey   = "key"
+	ignoredUnfit = "unfit"
+)
+
+// ignoreID counts an id that does not get to the connector, and has the log say once of each reason what was met and what to do: a client
+// could write any number of them.
+func (s *Server) ignoreID(reason, id string) {
+	s.metrics.ignoredIDs.WithLabelValues(reason).Inc()
+	if _, told := s.toldIDs.LoadOrStore(reason, true); told {
+		return
+	}
+	why := "nobody has signed it, and its client's API key is no router's: give the router in front a key whose line says router"
+	if reason == ignoredUnfit {
+		why = fmt.Sprintf("it is over %d bytes long, or has a space or what is not ASCII in it", pairid.Longest)
+	}
+	if problem := pairid.Problem(id); problem != "" {
+		why += "; moreover " + problem
+	}
+	s.config.Log.Warn("a request id names two engines and does not get to the connector; more of this kind are only counted", "kind", reason, "reason", why)
 }
 
 // mayName reports whether the connector gets to know which engines a label names. Where clients have API keys, one that is no router may only pass

@@ -2,11 +2,13 @@ package server
 
 import (
 	"bytes"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/connector"
@@ -90,6 +92,48 @@ func TestUnsignedNamesNeedARouter(t *testing.T) {
 	}
 }
 
+// TestIgnoredIDsAreToldOnce: of ids that do not get to the connector the log has one line for each reason, which says what was met and what
+// to do, and the rest is counted.
+func TestIgnoredIDsAreToldOnce(t *testing.T) {
+	var log bytes.Buffer
+	e := &script{outputs: []engine.Output{{Reason: connector.ReasonLength}}}
+	f := serve(t, e, func(c *Config) { c.Key, c.Log = tenants, slog.New(slog.NewTextHandler(&log, nil)) })
+	const says = "names two engines and does not get to the connector"
+	for range 20 {
+		for _, label := range []string{hex32, unsigned, strings.Replace(unsigned, "127.0.0.1:1", "prefill_1:1", 1), signed, signed + strings.Repeat("-0", 400)} {
+			id, _ := e.labelled(t, f.server, "alice", label, `{"prompt":"x"}`)
+			require.Equal(t, label == signed, strings.Contains(id, pairid.Prefix), label)
+		}
+		e.labelled(t, f.server, "router", unsigned, `{"prompt":"x"}`)
+	}
+	lines := strings.Split(strings.TrimSpace(log.String()), "\n")
+	require.Len(t, lines, 2)
+	require.Contains(t, lines[0], says)
+	require.Contains(t, lines[0], "kind=key")
+	require.Contains(t, lines[0], "whose line says router")
+	require.NotContains(t, lines[0], "moreover")
+	require.Contains(t, lines[1], "kind=unfit")
+	ignored := f.server.metrics.ignoredIDs
+	require.Equal(t, 40.0, testutil.ToFloat64(ignored.WithLabelValues(ignoredKey)))
+	require.Equal(t, 20.0, testutil.ToFloat64(ignored.WithLabelValues(ignoredUnfit)))
+
+	log.Reset()
+	f = serve(t, e, func(c *Config) { c.Key, c.Log = tenants, slog.New(slog.NewTextHandler(&log, nil)) })
+	e.labelled(t, f.server, "alice", strings.Replace(unsigned, "127.0.0.1:1", "prefill_1:1", 1), `{"prompt":"x"}`)
+	require.Contains(t, log.String(), `the address of its prefill engine is \"prefill_1:1\", want HOST:PORT`)
+}
+
+// TestLongestID: an id that a router may make of the longest names fits.
+func TestLongestID(t *testing.T) {
+	host := strings.Repeat("h", 253) + ":65535"
+	text, ok := pairid.New(host, host, hex32)
+	require.True(t, ok)
+	require.Len(t, text+"_"+hex32, pairid.Longest)
+	require.Equal(t, text+"_"+hex32, label(text+"_"+hex32, "own"))
+	require.Equal(t, "own", label(text+"_"+hex32+"0", "own"))
+	require.Equal(t, "own", label(strings.Repeat("h", 129), "own"))
+}
+
 // FuzzUnsignedNames: the server asks about the very id that the connector gets, so that no label of a client gets past it that the connector
 // takes for one which needs no signature.
 func FuzzUnsignedNames(f *testing.F) {
@@ -97,10 +141,13 @@ func FuzzUnsignedNames(f *testing.F) {
 	for _, s := range spellings() {
 		f.Add(s)
 	}
+	m, err := newMetrics(nil)
+	require.NoError(f, err)
+	s := &Server{metrics: m, config: Config{Log: slog.New(slog.DiscardHandler)}}
 	f.Fuzz(func(t *testing.T, given string) {
 		for _, key := range []*apikeys.Key{{Name: "alice"}, {Name: "router", Router: true}, nil} {
 			x := &exchange{id: hex32, key: key, pair: pairOf(label(given, hex32))}
-			(&Server{}).takePair(x, 1)
+			s.takePair(x, 1)
 			id := x.requestID(0)
 			p, ok := pairid.Parse(id)
 			switch {

@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"os"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -97,6 +98,7 @@ type Server struct {
 	draining atomic.Bool
 	refusals apikeys.Refusals // of resets
 	warned   atomic.Int64     // when an unknown field was last told as a warning, Unix nanoseconds
+	toldIDs  sync.Map         // why ids were ignored, as the log has said
 	started  time.Time
 }
 
@@ -184,8 +186,11 @@ type exchange struct {
 func (s *Server) generate(chat bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		x := &exchange{id: newID(), chat: chat}
-		label := label(r.Header.Get("X-Request-Id"), x.id)
-		x.pair = pairOf(label)
+		given := r.Header.Get("X-Request-Id")
+		label := label(given, x.id)
+		if x.pair = pairOf(label); x.pair == "" && pairOf(given) != "" {
+			s.ignoreID(ignoredUnfit, given)
+		}
 		w.Header().Set("X-Request-Id", label)
 		began := time.Now()
 		err := s.serve(w, r, x)
@@ -562,6 +567,7 @@ type metrics struct {
 	seconds       *prometheus.HistogramVec
 	queries       *prometheus.CounterVec
 	unknownFields prometheus.Counter
+	ignoredIDs    *prometheus.CounterVec
 	inFlight      prometheus.Gauge
 	waiting       prometheus.Gauge
 }
@@ -573,6 +579,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		seconds:       s.Histograms("kvport_http_request_seconds", "From a generation request's arrival to the end of its answer.", prometheus.ExponentialBuckets(0.002, 2, 18), "path"),
 		queries:       s.Counters("kvport_cache_queries_total", "Cache queries by how they ended: answered, unknown (a connector of some scope did not say in time), limited (too many of one API key), failed.", "result"),
 		unknownFields: s.Counter("kvport_http_unknown_fields_total", "Fields of request bodies that were ignored because nothing here knows them."),
+		ignoredIDs:    s.Counters("kvport_http_request_ids_ignored_total", "Request ids that name two engines and do not get to the connector: nobody has signed them and their client's key is no router's (key), or they are no text of a header that such an id could be (unfit).", "reason"),
 		inFlight:      s.Gauge("kvport_http_requests_in_flight", "Generation requests being served."),
 		waiting:       s.Gauge("kvport_http_prompts_waiting", "Prompts of clients with API keys that wait for their turn: the engine does not have them yet."),
 	}

@@ -13,6 +13,7 @@ import asyncio
 import base64
 import contextlib
 import datetime
+import faulthandler
 import fcntl
 import hashlib
 import json
@@ -522,6 +523,7 @@ async def serve() -> None:
     """Listen, tell the host where and with which certificate, and serve until it says stop."""
     for number in (signal.SIGTERM, signal.SIGINT):  # meant for the engine, which stops us when it has drained
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=True)  # say where we hang, and end
     asyncio.get_running_loop().add_reader(os.pidfd_open(os.getppid()), os._exit, 1)  # no host, no plugin
     size = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", MAX_MESSAGE)]
     server, plugin = aio.server(options=size), Plugin()

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
+	"github.com/kvport/kvport/host"
 	"github.com/kvport/kvport/verify/cluster"
 )
 
@@ -39,6 +40,15 @@ func TestConformance(t *testing.T) {
 		profiles = append(profiles, conformance.Store)
 	}
 	conformance.Run(t, conformance.Binary(plugin(t), config), profiles...)
+}
+
+// A host that asks the plugin where it is before it kills it gets its stacks.
+func TestItSaysWhereItIs(t *testing.T) {
+	var said []string
+	p, err := host.Launch(t.Context(), plugin(t), host.LaunchOptions{Where: func(lines []string) { said = lines }})
+	require.NoError(t, err)
+	p.Kill()
+	require.Regexp(t, `File ".*/pystore\.py", line \d+ in main`, strings.Join(said, "\n"))
 }
 
 // What the commands of the documentation say when the plugin is run by hand.
@@ -116,7 +126,7 @@ func (r *rig) start(name string, args ...string) *cluster.Process {
 // stop asks an engine to drain, which closes its plugin's sides.
 func (r *rig) stop(p *cluster.Process) {
 	r.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	require.NoError(r, p.Stop(ctx))
 }

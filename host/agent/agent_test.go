@@ -66,7 +66,8 @@ func TestAttachInAnyOrder(t *testing.T) {
 // A producer's ticket is there at once, and the consumer's match waits for what it promises.
 func TestTicketBetweenAgents(t *testing.T) {
 	dir := t.TempDir()
-	po, do := spawn(t, config(dir, nil)), open(t, config(dir, nil), nil)
+	patient := map[string]any{"deadlines": map[string]any{"later": "1m"}}
+	po, do := spawn(t, config(dir, nil)), open(t, config(dir, patient), nil)
 	pw, dw := worker(t, po.socket, rankAt(0, 1)), worker(t, do.socket, rankAt(0, 1))
 	pw.attached()
 	dw.attached()
@@ -218,7 +219,7 @@ func TestPluginKilledMidLoad(t *testing.T) {
 
 // A rank that does not read is cut; nobody else waits for it.
 func TestSlowReader(t *testing.T) {
-	o := open(t, config(t.TempDir(), nil), func(l *limits) { l.write = 300 * time.Millisecond })
+	o := open(t, config(t.TempDir(), nil), func(l *limits) { l.write = 2 * time.Second })
 	s := scheduler(t, o.socket)
 	slow, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: o.socket, Net: "unix"})
 	require.NoError(t, err)
@@ -249,7 +250,7 @@ func TestSlowReader(t *testing.T) {
 			return err
 		}))
 		return cut
-	}, 10*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 	require.NoError(t, unix.Munmap(p.mem))
 }
 
@@ -307,8 +308,10 @@ func TestTicketOfAnotherKernel(t *testing.T) {
 // A connector that is made of others has a process for each: all are announced, also to a process that comes later.
 func TestSeveralPlugins(t *testing.T) {
 	one, two := config(t.TempDir(), nil), config(t.TempDir(), nil)
-	strip := func(c string) string { return strings.Replace(c, `,"kvport":{"heartbeat":{"limit":"1m"}}`, "", 1) }
-	o := open(t, fmt.Sprintf(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[%s,%s]}}`, strip(one), strip(two)), nil)
+	strip := func(c string) string {
+		return strings.Replace(c, `,"kvport":{"deadlines":{"handshake":"1m"},"heartbeat":{"limit":"1m"}}`, "", 1)
+	}
+	o := open(t, fmt.Sprintf(`{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":{"connectors":[%s,%s]},"kvport":{"deadlines":{"handshake":"1m"}}}`, strip(one), strip(two)), nil)
 	w := worker(t, o.socket, rankAt(0, 1))
 	w.attached()
 	w.announced(2)

@@ -26,7 +26,7 @@ func small(t *testing.T, bytes int) string {
 	c, err := json.Marshal(map[string]any{
 		"kv_connector": testkit.Typical(t, fixture.Store).Connector, "kv_role": "kv_both",
 		"kv_connector_extra_config": map[string]any{"shared_storage_path": t.TempDir(), "max_bytes": bytes},
-		"kvport":                    map[string]any{"heartbeat": map[string]any{"limit": "1m"}},
+		"kvport":                    map[string]any{"heartbeat": map[string]any{"limit": "1m"}, "deadlines": map[string]any{"handshake": "1m"}},
 	})
 	require.NoError(t, err)
 	return string(c)

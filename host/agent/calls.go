@@ -88,7 +88,7 @@ func (s *server) handle(c *conn, call *kvportv1.AgentCall, file *os.File, first 
 	}
 	switch m := call.GetCall().(type) {
 	case *kvportv1.AgentCall_Match:
-		return s.match(c, call.GetId(), m.Match)
+		return s.match(c, call, m.Match)
 	case *kvportv1.AgentCall_Step:
 		return s.step(m.Step, call.GetLayerWise())
 	case *kvportv1.AgentCall_Finish:
@@ -237,25 +237,47 @@ func (s *server) seat(c *conn, id uint64) {
 	}
 }
 
-// match answers a lookup. Without an open connector it is a miss.
-func (s *server) match(c *conn, id uint64, m *kvportv1.Query) error {
+// match answers a lookup, and those that came ahead with it (rule AGENT-16). Without an open connector all are misses.
+func (s *server) match(c *conn, call *kvportv1.AgentCall, m *kvportv1.Query) error {
 	q, err := wire.QueryFromProto(m)
 	if err != nil {
 		return err
+	}
+	ahead := make([]connector.Query, len(call.GetAhead()))
+	for i, m := range call.GetAhead() {
+		if ahead[i], err = wire.QueryFromProto(m); err != nil {
+			return err
+		}
 	}
 	s.mu.Lock()
 	h := s.session
 	s.used = s.used || h != nil
 	s.mu.Unlock()
-	var found connector.Match
+	found := make([]connector.Match, 1+len(ahead))
 	if h != nil {
-		signed := q.Ticket
-		q.Ticket = nil
-		h.keys.query(&q)
-		found = h.host.Match(q, signed)
+		found = h.match(q, ahead)
 	}
-	c.send(&kvportv1.AgentAnswer{Id: id, Result: &kvportv1.AgentAnswer_Match{Match: wire.MatchToProto(&found)}})
+	answers := wire.MatchesToProto(found).GetMatches()
+	c.send(&kvportv1.AgentAnswer{Id: call.GetId(), Result: &kvportv1.AgentAnswer_Match{Match: answers[0]}, Ahead: answers[1:]})
 	return nil
+}
+
+// match asks the connector. A question of no request, a probe, comes alone. Keys of what came ahead are made when q was asked.
+func (o *session) match(q connector.Query, ahead []connector.Query) []connector.Match {
+	signed := q.Ticket
+	q.Ticket = nil
+	o.keys.query(&q)
+	if len(ahead) == 0 {
+		return []connector.Match{o.host.Match(q, signed)}
+	}
+	return o.host.MatchAll(q, signed, func(yield func(connector.Query) bool) {
+		for i := range ahead {
+			o.keys.query(&ahead[i])
+			if !yield(ahead[i]) {
+				return
+			}
+		}
+	})
 }
 
 // step hands over what the engine decided and computed. The ranks wait for the loads of some requests layer by layer.

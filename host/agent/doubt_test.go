@@ -107,7 +107,7 @@ func TestPagesLateFailure(t *testing.T) {
 	dir := t.TempDir()
 	p := attachPager(t, open(t, fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both",
 		"kv_connector_extra_config": {"dir": %q, "fault": "wait_load", "at": 1, "once": true},
-		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"save": "5m", "transfer": "5m"}}}`, dir), nil).socket, pagesAt())
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "save": "5m", "transfer": "5m"}}}`, dir), nil).socket, pagesAt())
 	hs := hashes("a", 10)
 	require.Equal(t, all(10, pageDone), p.put(hs, 0))
 	n, _ := p.exists(hs)

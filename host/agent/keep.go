@@ -184,7 +184,7 @@ func (s *server) welcome(id uint64, err error) *kvportv1.AgentAnswer {
 	}
 	role := s.cfg.Transfer.Role
 	return &kvportv1.AgentAnswer{Id: id, Result: &kvportv1.AgentAnswer_Attached{Attached: &kvportv1.AgentAttached{
-		Life: s.life, Connector: s.cfg.Transfer.Connector, Loads: role.Loads(), Saves: role.Saves(),
+		Life: s.life, Connector: s.cfg.Transfer.Connector, Loads: role.Loads(), Saves: role.Saves(), Ahead: true,
 	}}}
 }
 

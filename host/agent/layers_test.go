@@ -37,7 +37,7 @@ func openLayered(t *testing.T, fault string) *layered {
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
 	l := &layered{t: t, hs: hashes("a", 4), gate: filepath.Join(dir, "gate")}
 	o := open(t, fmt.Sprintf(`{"kv_connector": "HoldConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "gate": %q, "fault": %q},
-		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"transfer": "1m", "finish": "1m", "later": "1m"}}}`, dir, l.gate, fault),
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "transfer": "1m", "finish": "1m", "later": "1m"}}}`, dir, l.gate, fault),
 		func(l *limits) { l.finish = time.Minute })
 	for rank := range 2 {
 		l.ranks = append(l.ranks, worker(t, o.socket, rankAt(rank, 2)))
@@ -179,7 +179,7 @@ func (p *process) wide(blocks []connector.Block) []byte {
 	return p.mem[int(blocks[0].ID)*segments*wideBytes:][:len(blocks)*segments*wideBytes]
 }
 
-// Rules AGENT-15 and PLACE-29: at both trust levels the ranks learn of layers of what the host itself copies out of the memory of a tier.
+// Rules AGENT-15 and PLACE-36: at both trust levels the ranks learn of layers of what the host itself copies out of the memory of a tier.
 func TestLayersOfPlacedLoads(t *testing.T) {
 	tier := testkit.Typical(t, fixture.Tier)
 	memory := tier.Setups[slices.IndexFunc(tier.Setups, func(s fixture.Setup) bool { return s.Name == "memory alone" })].Config

@@ -25,7 +25,7 @@ func TestLostBlocksAreTold(t *testing.T) {
 	t.Cleanup(func() { require.NoError(t, errors.Join(park.Close(), os.RemoveAll(dir))) })
 	o := open(t, fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both",
 		"kv_connector_extra_config": {"dir": %q, "fault": "hold_fence", "at": 1, "once": true},
-		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"fence": "300ms"}}}`, dir), nil)
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "fence": "300ms"}}}`, dir), nil)
 	w := worker(t, o.socket, rankAt(0, 1))
 	w.attached()
 	s := scheduler(t, o.socket)
@@ -60,7 +60,7 @@ func TestPagesLost(t *testing.T) {
 	t.Cleanup(func() { require.NoError(t, errors.Join(park.Close(), os.RemoveAll(dir))) })
 	p := attachPager(t, open(t, fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both",
 		"kv_connector_extra_config": {"dir": %q, "fault": "hide_fence", "at": 1, "once": true},
-		"kvport": {"trust": "in-place", "heartbeat": {"limit": "1m"}, "deadlines": {"fence": "300ms", "transfer": "5m"}}}`, dir), nil).socket, pagesAt())
+		"kvport": {"trust": "in-place", "heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "fence": "300ms", "transfer": "5m"}}}`, dir), nil).socket, pagesAt())
 	hs := hashes("a", pagesAt().Pages/2)
 	require.Equal(t, all(len(hs), pageDone), p.put(hs, 0))
 	p.begin(true, hs, 0, time.Minute)

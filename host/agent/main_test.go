@@ -87,8 +87,15 @@ func regionSize(l *connector.Layout) int64 {
 
 // config is a transfer config for shared storage in dir.
 func config(dir string, settings map[string]any) string {
-	all := map[string]any{"heartbeat": map[string]any{"limit": "1m"}} // a busy machine is no fault
-	maps.Copy(all, settings)
+	deadlines := map[string]any{"handshake": "1m"}
+	all := map[string]any{"heartbeat": map[string]any{"limit": "1m"}, "deadlines": deadlines} // a busy machine is no fault
+	for name, value := range settings {
+		if more, ok := value.(map[string]any); ok && name == "deadlines" {
+			maps.Copy(deadlines, more)
+			continue
+		}
+		all[name] = value
+	}
 	list, err := fixture.Tree(os.DirFS("../.."))
 	if err != nil {
 		panic(err)
@@ -173,7 +180,7 @@ func (o *testAgent) end(t testing.TB) {
 	case err := <-o.done:
 		require.NoError(t, err)
 		o.done <- nil
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		require.FailNow(t, "the agent does not end")
 	}
 }
@@ -246,7 +253,7 @@ func (p *process) read() {
 // find waits for a message that fits and takes it.
 func (p *process) find(what string, fits func(*kvportv1.AgentAnswer) bool) *kvportv1.AgentAnswer {
 	p.t.Helper()
-	timeout := time.NewTimer(20 * time.Second)
+	timeout := time.NewTimer(time.Minute)
 	defer timeout.Stop()
 	for over := false; ; {
 		p.mu.Lock()
@@ -416,6 +423,13 @@ func (p *process) event(kind kvportv1.AgentEventKind, request string) *kvportv1.
 	return p.find(fmt.Sprintf("%v of %s", kind, request), func(m *kvportv1.AgentAnswer) bool {
 		return m.GetEvent().GetKind() == kind && m.GetEvent().GetRequest() == request
 	}).GetEvent()
+}
+
+// forget drops what has come and was not asked for.
+func (p *process) forget() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seen = nil
 }
 
 // has reports whether an event of a request has come and was not asked for.

@@ -360,14 +360,14 @@ func TestPagesDeadlines(t *testing.T) {
 // faulty is a config of the connector of package host's own tests, with one fault.
 func faulty(dir, fault string, at int) string {
 	return fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "fault": %q, "at": %d},
-		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"save": "5m", "transfer": "5m"}}}`, dir, fault, at)
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "save": "5m", "transfer": "5m"}}}`, dir, fault, at)
 }
 
 // A store that takes long over every question answers it all the same, within the question's deadline.
 func TestPagesSlowAnswer(t *testing.T) {
 	const takes = pagePatience + 200*time.Millisecond
 	p := attachPager(t, open(t, fmt.Sprintf(`{"kv_connector": "TestConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"dir": %q, "match_ms": %d},
-		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"later": "1m"}}}`, t.TempDir(), takes.Milliseconds()), nil).socket, pagesAt())
+		"kvport": {"heartbeat": {"limit": "1m"}, "deadlines": {"handshake": "1m", "later": "1m"}}}`, t.TempDir(), takes.Milliseconds()), nil).socket, pagesAt())
 	hs := hashes("a", 10)
 	require.Equal(t, all(10, pageDone), p.put(hs, 0))
 	n, late := p.exists(hs)

@@ -97,7 +97,7 @@ func kvportNames() map[string]int {
 		"python/kvport_vllm/__init__.py": 1,
 		"python/kvport_vllm/config.py":   1,
 		// It runs without the repository around it.
-		"verify/faultsuite/workload_test.go": 2,
+		"verify/faultsuite/workload_test.go": 3,
 	}
 }
 

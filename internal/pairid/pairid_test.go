@@ -96,6 +96,39 @@ func TestParseNothingElse(t *testing.T) {
 	}
 }
 
+// TestProblem: what is wrong with an id is said in a line of bounded length, and names the part that is.
+func TestProblem(t *testing.T) {
+	require.Empty(t, Problem(text))
+	require.Empty(t, Problem("cmpl-"+text+"_"+signature+"-0"))
+	for id, says := range map[string]string{
+		"":                                  "it has no ___decode_addr_",
+		Prefix + "10.0.0.1:14579_" + unique: "it has no ___decode_addr_",
+		strings.Replace(text, "10.0.0.1", "prefill_1", 1):                      `the address of its prefill engine is "prefill_1:14579", want HOST:PORT`,
+		strings.Replace(text, "[fe80::1]", "decode_1.local", 1):                `the address of its decode engine is "decode_1.local:21001", want HOST:PORT`,
+		strings.Replace(text, "[fe80::1]", "decode_1", 1) + "_" + signature:    `the address of its decode engine is "decode_1:21001", want`,
+		"cmpl-" + strings.Replace(text, "fe80::1", "fe80::1%eth0", 1) + "-0-a": `the address of its decode engine is "[fe80::1%eth0]:21001", want`,
+		strings.Replace(text, ":21001", "", 1):                                 "the address of its decode engine is ",
+		strings.Replace(text, "[fe80::1]:21001", "decode", 1):                  `the address of its decode engine is "decode", want`,
+		strings.Replace(text, ":14579", ":070000", 1):                          `the address of its prefill engine is "10.0.0.1:070000", want`,
+		strings.Replace(text, "10.0.0.1", "d\u00e9code\n", 1):                  `the address of its prefill engine is "d\u00e9code\n:14579", want`,
+		text[:len(text)-1]: "what is before or behind its addresses",
+		"x" + text:         "what is before or behind its addresses",
+		text + "_":         "what is before or behind its addresses",
+	} {
+		require.True(t, strings.HasPrefix(Problem(id), says), "%q: %s", id, Problem(id))
+	}
+	require.Less(t, len(Problem(strings.Replace(text, "10.0.0.1", strings.Repeat("\x00", 1<<16), 1))), 512)
+}
+
+func TestIsAddress(t *testing.T) {
+	for _, good := range []string{"10.0.0.1:14579", "[fe80::1]:1", "decode-0.decode.svc:65535"} {
+		require.True(t, IsAddress(good), good)
+	}
+	for _, bad := range []string{"", "10.0.0.1", "decode_0:1", "[fe80::1%eth0]:1", "[10.0.0.1]:1", "a:http", "a:0", "a:65536", "a:1\n", " a:1", "d\u00e9:1", strings.Repeat("h", 254) + ":1"} {
+		require.False(t, IsAddress(bad), bad)
+	}
+}
+
 // FuzzParse: whatever is read is what was written, and says it again.
 func FuzzParse(f *testing.F) {
 	f.Add(text)
@@ -106,8 +139,14 @@ func FuzzParse(f *testing.F) {
 		p, ok := Parse(id)
 		if !ok {
 			require.Equal(t, Pair{}, p)
+			problem := Problem(id)
+			require.NotEmpty(t, problem)
+			require.Less(t, len(problem), 1024)
+			require.NotContains(t, problem, "\n")
 			return
 		}
+		require.Empty(t, Problem(id))
+		require.True(t, IsAddress(p.Prefill) && IsAddress(p.Decode))
 		require.False(t, strange.MatchString(id))
 		again, ok := New(p.Prefill, p.Decode, p.Unique)
 		require.True(t, ok)

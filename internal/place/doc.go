@@ -7,5 +7,6 @@
 // The [Host] believes nothing of what it reads there: its index is private, and each hit is checked against the header.
 //
 // The package has no clock, goroutine or I/O, and holds no lock while it accesses shared memory, so that a simulator can
-// stop either end before each access. The product has a [Host] that reads, and a [Shelf]: a plugin that writes its slots itself.
+// stop either end before each access. The product has a [Host] that reads, and writes slots that were
+// lent to it ahead (see [Loan]), and a [Shelf]: a plugin that writes all others itself.
 package place

@@ -33,6 +33,7 @@ const (
 	WordChanged Reason = "its word changed while it was lent"
 	HeaderLies  Reason = "its header is not what was written"
 	SerialAhead Reason = "its serial was not drawn yet"
+	SerialPast  Reason = "its serial is one of a former life"
 	NoVerdict   Reason = "an answer without a verdict"
 )
 

@@ -19,6 +19,8 @@ type Host struct {
 	life    uint64 // of the plugin, counted by this host
 	epoch   uint64
 	serial  uint64 // the last one that was drawn
+	former  uint64 // the last one that was drawn when this life of the plugin opened
+	forgets uint64 // how often Forget was called
 	saving  map[connector.StoreKey]*Save
 	writing map[Slot]*Save  // slots that are lent to a save
 	turns   []uint64        // of each slot: how often it was lent, or came into the index
@@ -40,7 +42,7 @@ func NewHost(arena, words Memory, g Geometry) (*Host, error) {
 }
 
 // NewReader is NewHost for a plugin that has a Shelf. There are no words, which would take 64 bytes a slot, and Reserve is
-// always ErrVoid.
+// always ErrVoid: what is saved goes into slots that were lent ahead (see Claim), or by message.
 func NewReader(arena Memory, g Geometry) (*Host, error) {
 	if err := g.fitsArena(arena); err != nil {
 		return nil, err
@@ -82,7 +84,7 @@ func (h *Host) Reopen() (Opening, error) {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.alive, h.again = true, true
+	h.alive, h.again, h.former = true, true, h.serial
 	for s := range h.turns {
 		h.turns[s]++ // notices of the life before come too late
 	}
@@ -108,10 +110,12 @@ func (h *Host) Draw(n uint64) (first uint64) {
 	return first
 }
 
-// Forget empties the index. Notices of what the plugin has said before come too late.
+// Forget empties the index. Notices of what the plugin has said before come too late, and so do saves into slots that were lent
+// ahead, if they are under way.
 func (h *Host) Forget() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.forgets++
 	h.index = newIndex(h.g.Slots)
 	for s := range h.turns {
 		h.turns[s]++

@@ -10,6 +10,7 @@ type Save struct {
 	h       *Host
 	request Request
 	life    uint64
+	forgets uint64 // of the host, when a save into a slot that was lent ahead began
 	verdict Verdict
 	expires int64
 
@@ -41,7 +42,7 @@ func (h *Host) Reserve(parts []Part, tenant uint64, replace bool) (*Save, error)
 		}
 	}
 	h.serial++
-	s := &Save{h: h, life: h.life, request: Request{
+	s := &Save{h: h, life: h.life, forgets: h.forgets, request: Request{
 		Serial: h.serial, Epoch: h.epoch, Tenant: tenant, Replace: replace, Parts: slices.Clone(parts),
 	}}
 	for i := range parts {
@@ -93,7 +94,7 @@ func (s *Save) claim(slots []Slot) error {
 		return ErrVoid
 	case s.life != h.life:
 		return ErrVoid
-	case s.request.Epoch != h.epoch:
+	case s.stale():
 		return ErrReset
 	case len(slots) != len(s.request.Parts):
 		return &RefusalError{Reason: Count}
@@ -141,7 +142,7 @@ func (s *Save) begin() error {
 			return &RefusalError{Slot: slot, Reason: NotLent}
 		case w.Generation() == s.former[i]:
 			return &RefusalError{Slot: slot, Reason: LentTwice}
-		case h.words.Load(h.g.pinAt(slot)) != 0:
+		case h.words != nil && h.words.Load(h.g.pinAt(slot)) != 0:
 			return &RefusalError{Slot: slot, Reason: Pinned}
 		}
 		s.refs[i].generation = w.Generation()
@@ -176,7 +177,9 @@ func (s *Save) Publish(part int) (done bool, err error) {
 	}
 	words := head.Encode(r.Slot, r.generation)
 	h.g.storeHeader(h.arena, r.Slot, &words)
-	h.words.Store(h.g.useAt(r.Slot), 0)
+	if h.words != nil {
+		h.words.Store(h.g.useAt(r.Slot), 0)
+	}
 	h.mu.Lock()
 	s.leaving[part] = true
 	h.mu.Unlock()
@@ -187,6 +190,9 @@ func (s *Save) Publish(part int) (done bool, err error) {
 	return s.arrived()
 }
 
+// stale says whether everything was dropped since the save began. The caller holds the host's lock.
+func (s *Save) stale() bool { return s.request.Epoch != s.h.epoch || s.forgets != s.h.forgets }
+
 // may claims the right to publish a part, once.
 func (s *Save) may(part int) error {
 	s.h.mu.Lock()
@@ -194,7 +200,7 @@ func (s *Save) may(part int) error {
 	switch {
 	case s.over || s.verdict != Granted || part < 0 || part >= len(s.refs) || s.published[part]:
 		return fmt.Errorf("part %d: %w", part, ErrVoid)
-	case s.request.Epoch != s.h.epoch:
+	case s.stale():
 		return ErrReset
 	}
 	s.published[part] = true
@@ -209,7 +215,7 @@ func (s *Save) arrived() (done bool, err error) {
 	if s.over {
 		return false, ErrVoid
 	}
-	if s.request.Epoch != h.epoch {
+	if s.stale() {
 		return false, ErrReset
 	}
 	if s.left--; s.left > 0 {
@@ -224,6 +230,13 @@ func (s *Save) arrived() (done bool, err error) {
 	h.index.insert(&entry{serial: s.request.Serial, refs: s.refs})
 	s.endLocked()
 	return true, nil
+}
+
+// Lent says whether the slot of a save that Claim has begun is lent as it was: its word was not touched.
+func (s *Save) Lent() bool {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	return !s.leaving[0]
 }
 
 // Drop ends a save that did not succeed, when nobody writes its slots any more. The Return is for the plugin, also if it

@@ -8,7 +8,7 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Shelf is the plugin's end for a plugin that writes every slot itself and says in its own index what lies where. Each
+// Shelf is the plugin's end for a plugin that writes its slots itself, but those that it lends ahead of saves (see Loan), and says in its own index what lies where. Each
 // block is one part, in a slot that the plugin chooses. There are no words of the host, so it gives slots up without a look
 // at pins, and the host copies from it only what a digest covers (rule PLACE-20).
 //
@@ -60,7 +60,7 @@ func Take(arena Memory, serial uint64) bool {
 func Leave(arena Memory, serial uint64) { arena.CompareAndSwap(userAt, serial, 0) }
 
 // OpenShelf takes an arena into use, whatever is in it. found are the blocks that are whole, in the order of their serials,
-// and torn is the number of slots that hold no whole block and are not free. now is in Unix ms. A memory that was laid
+// and torn is the number of slots that hold no whole block, and are neither free nor lent. now is in Unix ms. A memory that was laid
 // out otherwise is laid out again; of one that nobody has written only the first page is touched. Errors wrap ErrGeometry.
 func OpenShelf(arena Memory, g Geometry, o ShelfOpening, now int64) (s *Shelf, found []Found, torn int, err error) {
 	if err := g.fitsArena(arena); err != nil {
@@ -107,7 +107,7 @@ func (s *Shelf) recover(o *ShelfOpening, now int64) (found []Found, torn int) {
 		h, ok := s.Header(slot)
 		switch {
 		case !ok || h.Epoch != o.Epoch || o.Serial > 0 && h.Serial >= o.Serial:
-			if w.State() != Retired {
+			if w.State() != Retired && w.State() != Lent {
 				torn++
 			}
 		default:

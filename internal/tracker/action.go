@@ -36,6 +36,7 @@ type (
 		ID    CallID
 		Gen   uint64 // 0: none takes calls
 		Query connector.Query
+		Ahead bool // the engine has not asked it yet
 	}
 	// Plan sends a step to the scheduler side; Planned brings the answer.
 	Plan struct {

@@ -50,7 +50,7 @@ func (b *Tracker) Found(now time.Time, id CallID, answer connector.Match, whole,
 	delete(b.asks, id)
 	m := &r.match
 	m.ask = 0
-	if m.outdated(answer) {
+	if m.outdated() {
 		b.askAgain(now, r)
 		return false, b.take()
 	}

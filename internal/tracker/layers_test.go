@@ -207,7 +207,7 @@ func TestOverlapIsOneAttempt(t *testing.T) {
 	}
 }
 
-// Rule PLACE-29: until the engine has learned of a layer, what a call has verified is taken back, and the call may write its blocks once more.
+// Rule PLACE-36: until the engine has learned of a layer, what a call has verified is taken back, and the call may write its blocks once more.
 func TestRetract(t *testing.T) {
 	b := overlapped(t, 2)
 	b.start(Load, 1)
@@ -242,7 +242,7 @@ func TestOverlapIsForVerifiedLoads(t *testing.T) {
 	require.True(t, one[Move](b).Overlap, "the host may copy it out of slots")
 }
 
-// Rule PLACE-29: the engine uses layers of what the host loads while no plugin is up, too. The next life is not asked for what fails then.
+// Rule PLACE-36: the engine uses layers of what the host loads while no plugin is up, too. The next life is not asked for what fails then.
 func TestAloneLayers(t *testing.T) {
 	b := placed(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap = 2, 2, true })
 	b.start(Load, 2)

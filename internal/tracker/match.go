@@ -17,13 +17,14 @@ type match struct {
 	ask     CallID          // on its way; 0: none
 	open    bool            // an answer is wanted and not known yet
 	known   bool
-	from    int    // if there is nothing: the tokens that the engine had, of which that says nothing
+	from    int    // the tokens that the engine had: of those before, the answer says nothing
 	end     int    // tokens from 0 that can be had, if known; the best so far, if open
 	groups  uint32 // as the connector said
 	bare    bool   // end and groups are the answer to a question without the ticket, see askBare
 	at      time.Time
 	renewed time.Time // when ask was sent, if an answer is known
 	told    bool      // the engine was told Later
+	engine  bool      // the engine has asked; else all questions since the last answer came ahead
 	until   time.Time // when Later ends; zero: not begun
 	spent   bool      // Later has ended once, it will not begin again
 	unsure  bool      // known, but not from the connector: its answer was late or an error
@@ -34,6 +35,35 @@ type match struct {
 // Query brings the engine's question; its Ticket and Reshaped are for the Tracker to set. wait says whether an
 // answer may come at any moment, so that Match is better called a little later. The caller keeps q.Keys.
 func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []Action) {
+	m := b.begin(now, q.Request)
+	foretold := !m.engine // if it came already, it came ahead, and nobody has waited for its answer
+	m.engine = true
+	wait, actions = b.question(now, q)
+	return wait || foretold && m.open && m.ask != 0, actions
+}
+
+// Ahead brings a question that the engine will probably ask. It is Query, except that it spends none of the time that an
+// answer may take: should that end before the engine asks, the question counts as never asked.
+func (b *Tracker) Ahead(now time.Time, q connector.Query) (wait bool, actions []Action) {
+	m := &b.request(q.Request).match
+	m.engine = m.engine && m.open // else the engine has its answer, and does not wait for another
+	b.begin(now, q.Request)
+	return b.question(now, q)
+}
+
+// begin begins the time that an answer may take, if the engine does not wait for it already.
+func (b *Tracker) begin(now time.Time, id connector.RequestID) *match {
+	m := &b.request(id).match
+	if m.engine {
+		return m
+	}
+	if m.until = (time.Time{}); m.open {
+		b.beginLater(now, m)
+	}
+	return m
+}
+
+func (b *Tracker) question(now time.Time, q connector.Query) (wait bool, actions []Action) {
 	r := b.request(q.Request)
 	r.queried = true
 	if len(r.keys) != len(q.Keys) {
@@ -54,7 +84,7 @@ func (b *Tracker) Query(now time.Time, q connector.Query) (wait bool, actions []
 	case m.known && b.renew(now, r):
 		return false, b.take()
 	}
-	*m = match{query: q, asked: m.asked, ask: m.ask, open: true, spent: m.spent}
+	*m = match{query: q, asked: m.asked, ask: m.ask, open: true, spent: m.spent, engine: m.engine}
 	b.askAgain(now, r)
 	return m.ask != 0, b.take()
 }
@@ -215,7 +245,7 @@ func (b *Tracker) ask(r *request, q connector.Query) {
 	m := &r.match
 	m.ask, m.asked, m.retryAt = CallID(b.id()), q, time.Time{}
 	b.asks[m.ask] = r
-	b.emit(Ask{ID: m.ask, Gen: b.taking(), Query: m.asked})
+	b.emit(Ask{ID: m.ask, Gen: b.taking(), Query: m.asked, Ahead: !m.engine})
 }
 
 // Matched brings the answer to an Ask. An error is a miss, ErrBusy is Later. A host whose plugin went
@@ -229,7 +259,7 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	delete(b.asks, id)
 	m := &r.match
 	m.ask = 0
-	if err == nil && m.outdated(answer) {
+	if err == nil && m.outdated() {
 		b.askAgain(now, r)
 		return b.take()
 	}
@@ -262,10 +292,9 @@ func (b *Tracker) Matched(now time.Time, id CallID, answer connector.Match, err 
 	return b.take()
 }
 
-// outdated says that there is nothing behind what the engine had when it asked, and that it has less by now.
-func (m *match) outdated(answer connector.Match) bool {
-	return m.open && answer.Tokens == 0 && m.query.Computed < m.asked.Computed
-}
+// outdated says that the engine has less by now than when it asked: an answer says nothing of the blocks between. If there is
+// an older one, that is as good as before.
+func (m *match) outdated() bool { return m.query.Computed < m.asked.Computed }
 
 // nothing says that there is nothing by the ticket of another shape with which the connector was asked.
 func (m *match) nothing(answer connector.Match) bool {
@@ -281,10 +310,7 @@ func (m *match) hear(answer connector.Match) {
 	if end > m.end {
 		m.wait = 0 // what is awaited is on its way: look again soon
 	}
-	m.from, m.end, m.groups, m.bare = 0, end, answer.Groups, m.asked.Ticket == nil
-	if answer.Tokens == 0 {
-		m.from = end
-	}
+	m.from, m.end, m.groups, m.bare = m.asked.Computed, end, answer.Groups, m.asked.Ticket == nil
 }
 
 // sound checks an answer against its query.
@@ -310,6 +336,8 @@ func (b *Tracker) tickMatch(now time.Time, r *request) {
 	m := &r.match
 	switch {
 	case !m.open:
+	case !m.until.IsZero() && !now.Before(m.until) && !m.engine:
+		b.forgetMatch(r)
 	case !m.until.IsZero() && !now.Before(m.until):
 		m.spent, m.unsure = true, true
 		if b.state == up {

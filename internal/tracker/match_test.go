@@ -154,3 +154,112 @@ func TestSure(t *testing.T) {
 		})
 	}
 }
+
+// A question that comes ahead spends nothing: when the time for its answer is over it was never asked, and once the engine asks
+// it has all of that time.
+func TestAheadSpendsNothing(t *testing.T) {
+	ahead := func(b *bench) bool {
+		wait, actions := b.Ahead(b.now, prompt(4))
+		b.got(actions)
+		return wait
+	}
+	b := newBench(t, nil)
+	require.True(t, ahead(b))
+	first := one[Ask](b)
+	require.True(t, b.Match(b.now, "r").Later)
+	b.after(b.cfg.Later - 1)
+	b.quiet()
+	require.False(t, ahead(b), "it is under way")
+	b.after(b.cfg.Later - 1)
+	b.quiet()
+	b.after(1)
+	require.Equal(t, first.ID, one[CancelCall](b).ID)
+	require.Equal(t, Answered, b.event().Kind, "it was told Later")
+	require.Zero(t, b.Counters().Undecided)
+
+	require.True(t, ahead(b), "it is asked again")
+	second := one[Ask](b)
+	b.after(b.cfg.Later - 1)
+	require.True(t, b.ask(prompt(4), 0), "nobody has waited for its answer yet")
+	require.False(t, b.ask(prompt(4), 0), "the engine was told Later")
+	b.after(b.cfg.Later - 1)
+	b.quiet()
+	b.got(b.Matched(b.now, second.ID, connector.Match{Tokens: 64}, nil))
+	require.Equal(t, 64, b.Match(b.now, "r").Tokens)
+
+	b = newBench(t, nil)
+	ahead(b)
+	b.ask(prompt(4), 0)
+	require.False(t, ahead(b))
+	b.after(b.cfg.Later)
+	require.Equal(t, 1, b.Counters().Undecided, "the engine has asked, and waits no longer")
+	require.Equal(t, connector.Match{}, b.Match(b.now, "r"))
+
+	b = newBench(t, nil) // the engine has had an answer, which is old, and would have more by now
+	had := prompt(4)
+	had.Computed = 16
+	b.ask(had, 0)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 16}, nil))
+	b.after(b.cfg.Fresh)
+	require.True(t, ahead(b))
+	require.True(t, one[Ask](b).Ahead)
+	b.after(b.cfg.Later)
+	require.Zero(t, b.Counters().Undecided)
+	require.True(t, b.ask(prompt(4), 0))
+	require.False(t, one[Ask](b).Ahead)
+}
+
+// What is answered ahead is the answer to the engine's question too, and may be loaded without another.
+func TestAheadIsAnAnswer(t *testing.T) {
+	b := newBench(t, nil)
+	_, actions := b.Ahead(b.now, prompt(4))
+	b.got(actions)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 32}, nil))
+	b.quiet()
+	require.Equal(t, 32, b.Match(b.now, "r").Tokens)
+	require.False(t, b.ask(prompt(4), 0))
+	b.quiet()
+	require.Equal(t, 32, b.Match(b.now, "r").Tokens)
+	b.start(Load, 2)
+	b.done(one[Move](b), Outcome{})
+	require.Equal(t, Loaded, b.event().Kind)
+}
+
+// An answer says nothing of the blocks that the engine had when it asked: once it has fewer, the connector is asked again.
+func TestMatchFromEarlier(t *testing.T) {
+	had := prompt(4)
+	had.Computed = 32
+	b := newBench(t, nil)
+	b.ask(had, 0)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 32}, nil))
+	require.Equal(t, 32, b.Match(b.now, "r").Tokens)
+	require.True(t, b.ask(prompt(4), 0))
+	ask := one[Ask](b)
+	require.Zero(t, ask.Query.Computed)
+	require.True(t, b.Match(b.now, "r").Later)
+	b.got(b.Matched(b.now, ask.ID, connector.Match{Tokens: 48}, nil))
+	require.Equal(t, Answered, b.event().Kind)
+	require.Equal(t, 48, b.Match(b.now, "r").Tokens)
+
+	b = newBench(t, nil) // the engine has less while the answer is on its way
+	b.ask(had, 0)
+	first := one[Ask](b)
+	b.ask(prompt(4), 0)
+	b.quiet()
+	b.got(b.Matched(b.now, first.ID, connector.Match{Tokens: 32}, nil))
+	ask = one[Ask](b)
+	require.Zero(t, ask.Query.Computed)
+	b.got(b.Matched(b.now, ask.ID, connector.Match{}, nil))
+	require.Equal(t, connector.Match{}, b.Match(b.now, "r"))
+
+	b = newBench(t, nil) // or while an old answer is asked for again
+	b.ask(prompt(4), 0)
+	b.got(b.Matched(b.now, one[Ask](b).ID, connector.Match{Tokens: 16}, nil))
+	b.after(b.cfg.Fresh)
+	b.ask(had, 0)
+	renewal := one[Ask](b)
+	b.ask(prompt(4), 0)
+	b.got(b.Matched(b.now, renewal.ID, connector.Match{Tokens: 32}, nil))
+	b.quiet()
+	require.Equal(t, 16, b.Match(b.now, "r").Tokens, "of what is before 32 the new answer says nothing")
+}

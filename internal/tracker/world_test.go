@@ -381,7 +381,11 @@ func (w *world) match() {
 		Request: w.open[w.rng.IntN(len(w.open))], Tokens: 1 + w.rng.IntN(100), Keys: make([]connector.BlockKey, w.rng.IntN(7)),
 		Computed: 16 * w.rng.IntN(3),
 	}
-	wait, actions := w.b.Query(w.now, w.bring(q))
+	question := w.b.Query
+	if w.rng.IntN(4) == 0 {
+		question = w.b.Ahead
+	}
+	wait, actions := question(w.now, w.bring(q))
 	w.do("query", actions)
 	if wait && w.rng.IntN(2) == 0 {
 		w.answerAsk()

@@ -92,7 +92,44 @@ func AgentCallFromFrame(frame []byte) (*kvportv1.AgentCall, error) {
 	if len(m.GetLayerWise()) > 0 && m.GetStep() == nil {
 		return nil, malformed("a %T with layer_wise: only a step begins loads", m.GetCall())
 	}
+	if err := checkAhead(m); err != nil {
+		return nil, err
+	}
 	return m, nil
+}
+
+// MaxAhead is how many questions a match may bring ahead: the loads of other requests wait while they are taken in.
+const MaxAhead = 63
+
+// checkAhead refuses questions ahead beside anything but the match of a request, and probes among them: those wait for
+// answers of their own. A request has one question in a call: of two, it would not be said which one is answered. And a
+// ticket counts as used once it was asked with.
+func checkAhead(m *kvportv1.AgentCall) error {
+	if len(m.GetAhead()) == 0 {
+		return nil
+	}
+	first := m.GetMatch().GetRequest()
+	if first == "" {
+		return malformed("a %T with ahead: only the match of a request brings others", m.GetCall())
+	}
+	if n := len(m.GetAhead()); n > MaxAhead {
+		return malformed("%d questions ahead, at most %d", n, MaxAhead)
+	}
+	seen := map[string]bool{first: true}
+	for i, q := range m.GetAhead() {
+		id := q.GetRequest()
+		if id == "" {
+			return malformed("ahead[%d].request is empty", i)
+		}
+		if len(q.GetTicket()) > 0 {
+			return malformed("ahead[%d] has a ticket, which comes with the engine's own question", i)
+		}
+		if seen[id] {
+			return malformed("ahead[%d].request is %q, which the call asks about already", i, id)
+		}
+		seen[id] = true
+	}
+	return nil
 }
 
 // AttachFromProto converts an Attach and checks that a rank's layout, with the digests that will be

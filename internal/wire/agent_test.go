@@ -3,6 +3,7 @@ package wire
 import (
 	"bytes"
 	"encoding/binary"
+	"fmt"
 	"io"
 	"testing"
 
@@ -69,6 +70,13 @@ func TestAgentFrames(t *testing.T) {
 		{Id: 1},
 		{Id: 1, Call: &kvportv1.AgentCall_Step{Step: &kvportv1.Step{}}},
 		{Call: &kvportv1.AgentCall_Detach{Detach: &kvportv1.AgentDetach{}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Detach{Detach: &kvportv1.AgentDetach{}}, Ahead: []*kvportv1.Query{{Request: "r"}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{}}, Ahead: []*kvportv1.Query{{Request: "r"}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}, {}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s", Ticket: []byte{1}}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}, {Request: "r"}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}, {Request: "s"}}},
+		{Id: 1, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: queries(MaxAhead + 1)},
 	} {
 		_, err = AgentCallFromFrame(frames(t, c)[frameHead:])
 		require.ErrorIs(t, err, ErrMalformed)
@@ -77,6 +85,14 @@ func TestAgentFrames(t *testing.T) {
 	old.Version = 2
 	_, err = AttachFromProto(old)
 	require.ErrorContains(t, err, "attach.version is 2")
+}
+
+// queries are questions about n requests.
+func queries(n int) (out []*kvportv1.Query) {
+	for i := range n {
+		out = append(out, &kvportv1.Query{Request: fmt.Sprint(i)})
+	}
+	return out
 }
 
 // readPages reads what an engine sends that stores pages: what is accepted is within the limits.
@@ -102,6 +118,7 @@ func FuzzAgentCall(f *testing.F) {
 		{Request: "r", Tokens: 16, Blocks: []connector.Block{{ID: 1}}},
 	}})}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Id: 2, Call: &kvportv1.AgentCall_Match{Match: QueryToProto(&connector.Query{Request: "r", Tokens: 3})}}))
+	f.Add(frames(f, &kvportv1.AgentCall{Id: 5, Call: &kvportv1.AgentCall_Match{Match: &kvportv1.Query{Request: "r"}}, Ahead: []*kvportv1.Query{{Request: "s"}}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Id: 3, Call: &kvportv1.AgentCall_Finish{Finish: EndToProto(&connector.Ended{Request: "r", Reason: 1})}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Id: 1, Call: &kvportv1.AgentCall_AttachPages{AttachPages: agentPages()}}))
 	f.Add(frames(f, &kvportv1.AgentCall{Id: 4, Call: &kvportv1.AgentCall_PagesGet{PagesGet: &kvportv1.AgentPagesGet{Keys: make([]byte, 32), Offsets: []uint64{1, 2}}}}))

@@ -96,6 +96,41 @@ func SlotsFromProto(name string, slots []uint32) ([]uint32, error) {
 	return slots, nil
 }
 
+// LendingToProto converts the argument of Lend.
+func LendingToProto(l *connector.Lending) *kvportv1.LendRequest {
+	return &kvportv1.LendRequest{Written: BlocksToProto(l.Written), Back: l.Back, Used: l.Used, Want: count(l.Want)}
+}
+
+// LendingFromProto converts the argument of Lend.
+func LendingFromProto(m *kvportv1.LendRequest) (*connector.Lending, error) {
+	l := &connector.Lending{Back: m.GetBack(), Want: int(min(m.GetWant(), MaxPlaced))}
+	if len(l.Back) > MaxPlaced {
+		return nil, malformed("lend.back has %d serials, limit %d", len(l.Back), MaxPlaced)
+	}
+	var err error
+	if l.Used, err = SlotsFromProto("lend.used", m.GetUsed()); err != nil {
+		return nil, err
+	}
+	l.Written, err = BlocksFromProto(m.GetWritten())
+	return l, err
+}
+
+// LoanToProto converts the answer of Lend.
+func LoanToProto(l *connector.Loan) *kvportv1.LendResponse {
+	return &kvportv1.LendResponse{Slots: l.Slots, Serial: l.Serial, Placed: l.Placed}
+}
+
+// LoanFromProto converts the answer of Lend, in which there are that many slots at most.
+func LoanFromProto(m *kvportv1.LendResponse, want int) (*connector.Loan, error) {
+	l := &connector.Loan{Slots: m.GetSlots(), Serial: m.GetSerial()}
+	if len(l.Slots) > want {
+		return nil, malformed("lent.slots has %d slots, %d were wanted", len(l.Slots), want)
+	}
+	var err error
+	l.Placed, err = SlotsFromProto("lent.placed", m.GetPlaced())
+	return l, err
+}
+
 // TransferToProto converts a Transfer.
 func TransferToProto(t *connector.Transfer) *kvportv1.Transfer {
 	return &kvportv1.Transfer{

@@ -103,6 +103,11 @@ func TestCallsRefuseAndNameField(t *testing.T) {
 		"plan.saves":                  second(PlanFromProto(&kvportv1.Plan{Saves: make([]*kvportv1.Transfer, 2*MaxQueries+1)})),
 		"renewals.ended":              second(RenewalsFromProto(&kvportv1.RenewalsRequest{Ended: make([]uint64, MaxBlocks+1)})),
 		"renewals.holds":              second(RenewedFromProto(&kvportv1.RenewalsResponse{Holds: make([]uint64, MaxBlocks+1)})),
+		"lend.back has 65537":         second(LendingFromProto(&kvportv1.LendRequest{Back: make([]uint64, MaxPlaced+1)})),
+		"lend.used has 65537":         second(LendingFromProto(&kvportv1.LendRequest{Used: make([]uint32, MaxPlaced+1)})),
+		"blocks: 131074 ids":          second(LendingFromProto(&kvportv1.LendRequest{Written: &kvportv1.Blocks{Ids: make([]int32, MaxBlocks+2)}})),
+		"lent.slots has 3 slots":      second(LoanFromProto(&kvportv1.LendResponse{Slots: make([]uint32, 3)}, 2)),
+		"lent.placed has 65537":       second(LoanFromProto(&kvportv1.LendResponse{Placed: make([]uint32, MaxPlaced+1)}, 2)),
 		"consumed.holds":              second(ConsumedFromProto(&kvportv1.ConsumedResponse{Holds: make([]uint64, MaxBlocks+1)})),
 		"describe: name is empty":     second(InfoFromProto(&kvportv1.DescribeResponse{})),
 		"describe: arena_blocks":      second(InfoFromProto(InfoToProto(&connector.Info{Name: "x", Scope: 1, ArenaBlocks: -1}))),
@@ -323,6 +328,10 @@ func FuzzSessionResponse(f *testing.F) {
 		}
 		trip(t, m.GetConsumed(), ConsumedFromProto, ConsumedToProto)
 		trip(t, m.GetRenewals(), RenewedFromProto, RenewedToProto)
+		lent := func(m *kvportv1.LendResponse) (*connector.Loan, error) { return LoanFromProto(m, 3) }
+		if loan, ok := trip(t, m.GetLent(), lent, LoanToProto); ok {
+			require.LessOrEqual(t, len(loan.Slots), 3)
+		}
 		offered := CapabilitiesFromProto(m.GetOpened().GetCapabilities())
 		for _, name := range offered.Names() {
 			require.NotContains(t, name, "bit", "only what we know")

@@ -327,3 +327,21 @@ func TestPowersRoundTrip(t *testing.T) {
 		require.Equal(t, o, got)
 	}
 }
+
+func TestLendingRoundTrip(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		lending := &connector.Lending{
+			Back: some(t, "back", rapid.Uint64()), Used: some(t, "used", rapid.Uint32()), Want: rapid.IntRange(0, MaxPlaced).Draw(t, "want"),
+		}
+		for _, k := range some(t, "written", bytes32()) {
+			lending.Written = append(lending.Written, connector.Block{Key: k, ID: 7, Group: 1})
+		}
+		gotLending, err := LendingFromProto(over(t, LendingToProto(lending)))
+		require.NoError(t, err)
+		require.Equal(t, lending, gotLending)
+		loan := &connector.Loan{Slots: some(t, "slots", rapid.Uint32()), Serial: rapid.Uint64().Draw(t, "serial"), Placed: some(t, "placed", rapid.Uint32())}
+		gotLoan, err := LoanFromProto(over(t, LoanToProto(loan)), len(loan.Slots))
+		require.NoError(t, err)
+		require.Equal(t, loan, gotLoan)
+	})
+}

@@ -108,7 +108,7 @@ func run(t testing.TB, a *end, r Request) {
 	t.Helper()
 	x, err := a.Prepare(r)
 	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	require.NoError(t, x.Run(ctx))
 	require.NoError(t, x.Close())
@@ -199,7 +199,7 @@ func receive(t testing.TB, from <-chan Notification) Notification {
 	select {
 	case n := <-from:
 		return n
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		require.FailNow(t, "no notification came")
 		return Notification{}
 	}

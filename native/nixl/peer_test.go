@@ -214,7 +214,7 @@ func TestPeerKilled(t *testing.T) {
 				time.AfterFunc(20*time.Millisecond, func() { killed <- cmd.Process.Kill() })
 			}
 			for began := time.Now(); err == nil; err = x.Run(t.Context()) {
-				require.Less(t, time.Since(began), 20*time.Second, "reads go on")
+				require.Less(t, time.Since(began), time.Minute, "reads go on")
 			}
 			require.NoError(t, <-killed)
 			require.ErrorIs(t, err, ErrBackend)

@@ -80,7 +80,7 @@ func TestProcessKilled(t *testing.T) {
 		child := exec.CommandContext(t.Context(), self)
 		child.Env = append(os.Environ(), dialTo+"="+l.Address())
 		require.NoError(t, child.Start())
-		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		link, err := l.Accept(ctx)
 		require.NoError(t, err)
 		for i := uint64(0); err == nil; i++ {
@@ -115,7 +115,7 @@ func TestStrangers(t *testing.T) {
 		_, err = conn.Write(rubbish)
 		require.NoError(t, err)
 		if rubbish != nil {
-			require.NoError(t, conn.SetReadDeadline(time.Now().Add(10*time.Second)))
+			require.NoError(t, conn.SetReadDeadline(time.Now().Add(time.Minute)))
 			_, err = conn.Read(make([]byte, 1))
 			require.Error(t, err)
 			require.NotErrorIs(t, err, os.ErrDeadlineExceeded)
@@ -153,7 +153,7 @@ func TestHostileRing(t *testing.T) {
 			out, ok := a.Out.(*sender)
 			require.True(t, ok)
 			harm(out.ring)
-			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
 			_, _, err := pipe.Receive(ctx, b.In)
 			require.ErrorIs(t, err, connector.ErrCorrupt)

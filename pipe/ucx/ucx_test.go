@@ -161,7 +161,7 @@ func process(t *testing.T, l pipe.Listener, transports string, round uint64) {
 	child := exec.CommandContext(t.Context(), self)
 	child.Env = append(os.Environ(), dialTo+"="+l.Address(), "KVPORT_TEST_TRANSPORTS="+transports)
 	require.NoError(t, child.Start())
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	link, err := l.Accept(ctx)
 	require.NoError(t, err)

@@ -440,7 +440,7 @@ func signalChild(r *rig.Rig, rng *rand.Rand, s fault, prompts []string) (hit boo
 	require.Eventually(r, func() bool { // the engine may not have noticed yet
 		after = childrenReady(r, s.engine)
 		return after[victim].PID != pid
-	}, 20*time.Second, time.Millisecond)
+	}, time.Minute, time.Millisecond)
 	for i, c := range after {
 		if i == victim {
 			require.Equal(r, leaves[i].Restarts+1, c.Restarts)

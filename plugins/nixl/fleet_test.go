@@ -272,7 +272,7 @@ func TestNixlKills(t *testing.T) {
 }
 
 // busy is what a machine with too much to do may add to a limit.
-const busy = 3 * time.Second
+const busy = 15 * time.Second
 
 // reuse has an engine compute other prompts, which takes the slots that are free again.
 func (f *nixlFleet) reuse(p *cluster.Process, n uint64) {

@@ -76,7 +76,7 @@ func (x *xpyd) await(n int) {
 			}
 		}
 		return up == n
-	}, 30*time.Second, 20*time.Millisecond, "%d instances register", n)
+	}, time.Minute, 20*time.Millisecond, "%d instances register", n)
 }
 
 // sum adds a metric of some engines up.

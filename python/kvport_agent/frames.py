@@ -15,12 +15,17 @@ _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
 _ANCILLARY = socket.CMSG_SPACE(16 * 4)  # for 16 descriptors
 MAX_FRAME = 64 << 20
+MAX_SENT = 16 << 20  # an agent ends a connection that brings a larger frame
 # What may wait for a peer that does not read: far more than any engine has under way.
 MAX_UNSENT = 64 << 20
 
 
 class LostError(ConnectionError):
     """The connection is over."""
+
+
+class TooLargeError(ValueError):
+    """A frame is larger than an agent takes; nothing of it was sent."""
 
 
 class Frames:
@@ -41,6 +46,8 @@ class Frames:
 
     def send(self, payload: bytes, fd: int | None = None) -> None:
         """Send a frame, or what of it fits; the rest goes with the next call of anything here."""
+        if len(payload) > MAX_SENT:
+            raise TooLargeError(f"a call of {len(payload)} bytes, of which an agent takes {MAX_SENT}")
         frame = _LENGTH.pack(len(payload)) + payload
         if fd is not None:
             self._send_with(frame, fd)
@@ -73,6 +80,11 @@ class Frames:
             return 0
         except OSError as err:
             raise LostError(str(err)) from err
+
+    @property
+    def unsent(self) -> bool:
+        """Say whether something waits until the socket takes it."""
+        return bool(self._out)
 
     def flush(self) -> bool:
         """Send what is queued, as far as possible, and say whether nothing is left."""

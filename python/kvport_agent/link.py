@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .fence import Fence
-from .frames import Frames, LostError
+from .frames import Frames, LostError, TooLargeError
 from .messages import message
 from .spawn import Spawner, peer_pid
 
@@ -132,6 +132,9 @@ class Link:
             return False
         try:
             self._frames.send(self._call(**fields).SerializeToString())
+        except TooLargeError as err:
+            self._log.error("kvport: %s: it was not sent", err)
+            return False
         except LostError as err:
             self._drop(str(err))
             return False
@@ -147,6 +150,9 @@ class Link:
             if fd is not None and not self._frames.flush():  # it goes with the first byte of its own frame
                 raise LostError("the agent does not read")
             self._frames.send(self._call(id=number, **fields).SerializeToString(), fd)
+        except TooLargeError as err:
+            self._log.error("kvport: %s: it was not sent", err)
+            return None
         except LostError as err:
             self._drop(str(err))
             return None
@@ -201,7 +207,8 @@ class Link:
             time.sleep(min(timeout, 0.01))
             return
         poller = select.poll()
-        poller.register(self._frames.fileno(), select.POLLIN)
+        # An agent that has half of a call answers nothing: the rest goes out as soon as the socket takes it.
+        poller.register(self._frames.fileno(), select.POLLIN | (select.POLLOUT if self._frames.unsent else 0))
         poller.poll(max(0.0, timeout) * 1000)
 
     def _connect(self) -> None:

@@ -157,6 +157,7 @@ class KvportConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begin the load of an admitted request."""
+        self.scheduler.admitted(request)
         if num_external_tokens > 0:
             self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 

@@ -75,6 +75,12 @@ def groups_of(config: Any) -> list[Group]:
     return groups
 
 
+def full_attention(config: Any) -> bool:
+    """Say whether there is one group, all of whose layers look at all that was before."""
+    groups = config.kv_cache_groups
+    return len(groups) == 1 and all(_is_full(spec) for spec in _specs(groups[0].kv_cache_spec))
+
+
 def _specs(spec: Any) -> Iterator[Any]:
     inner = getattr(spec, "kv_cache_specs", None)
     if isinstance(inner, dict):

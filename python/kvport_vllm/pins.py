@@ -6,8 +6,12 @@ request that owns the blocks is kept instead: see Delayed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import itertools
+import logging
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
+
+log = logging.getLogger("vllm.kvport")
 
 
 class Pins:
@@ -16,6 +20,7 @@ class Pins:
     def __init__(self) -> None:
         """Begin without a pool; bind gives one."""
         self.pool: Any = None
+        self._blind = False  # the pool does not show what it has cached
         self._held: dict[Hashable, list[Any]] = {}
 
     def bind(self, pool: Any) -> None:
@@ -31,6 +36,18 @@ class Pins:
     def evict(self, ids: Iterable[int]) -> None:
         """Make blocks unfindable: their bytes are not what their hashes say."""
         self.pool.evict_blocks(set(ids))
+
+    def leading(self, hashes: Sequence[bytes], most: int) -> int | None:
+        """Count the leading blocks that the pool has cached, up to most of them; None: it does not show them."""
+        look = getattr(self.pool, "get_cached_block", None)
+        if look is None or self._blind:
+            return None
+        try:
+            return sum(1 for _ in itertools.takewhile(lambda h: look(h, [0]), itertools.islice(hashes, most)))
+        except Exception as err:  # of another vLLM
+            log.warning("kvport: what vLLM has cached is not to be seen (%s): requests are looked up one by one", err)
+            self._blind = True
+            return None
 
     def add(self, key: Hashable, ids: Iterable[int]) -> None:
         """Hold blocks for a purpose, which may hold some already."""

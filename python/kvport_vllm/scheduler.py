@@ -9,6 +9,7 @@ from typing import Any
 from kvport_agent.link import IDLE_WAIT, LATE, LISTEN_EVERY, Link, State
 from kvport_agent.messages import ANSWERED, FINISHED, LOST, RELEASED, SAVED, message
 
+from .ahead import MOST_HASHES, Ahead
 from .events import Events
 from .keys import Keys
 from .lora import Adapters
@@ -30,6 +31,7 @@ _RESET_WAIT = 10.0
 # Of requests that arrive or end in one Step. An agent takes 16 MiB and 16,384 requests of a kind, and ends a connection that brings more.
 _STEP_HASHES = 1 << 17
 _STEP_REQUESTS = 1 << 12
+_FEW_HASHES = 32  # of the first lookup with others after one that had no answer in time
 _PREEMPT_WAIT = 1.0  # for saves of preempted requests, where they cannot be pinned
 
 MISS: tuple[int, bool] = (0, False)
@@ -55,6 +57,7 @@ class SchedulerSide:
         self.loading: dict[str, Load] = {}  # until vLLM reports it over
         self._behind: dict[str, list[int]] = {}  # by request whose step waits for its load: its blocks from there on
         self.saving = Saving(block_tokens, groups, self.pins, self.delayed, events)
+        self.ahead = Ahead(self.pins, block_tokens)
         self._block_tokens = block_tokens
         self._step_type = message("Step")
         self._step = self._step_type()
@@ -65,6 +68,7 @@ class SchedulerSide:
         self._life = 0  # of the agent that knows our requests
         self._lost = 0
         self._unheard = 0  # steps since the agent was listened to
+        self._most = MOST_HASHES  # of a lookup with others: none after one without an answer in time, then more from call to call
 
     def allow_later(self, seconds: float) -> None:
         """Take the host's own limit of a lookup that has no answer yet."""
@@ -83,6 +87,7 @@ class SchedulerSide:
         params = getattr(request, "kv_transfer_params", None)
         tracked = Tracked(request, request.request_id, self._keys(request), ticket_of(params), wants_remote(params))
         self.requests[tracked.id] = tracked
+        self.ahead.wait(tracked)
         if self.link.life:
             self._arrive(tracked)
 
@@ -135,14 +140,14 @@ class SchedulerSide:
             return MISS if tracked.denied or not tracked.usable else (None, False)
         tracked.asked_at = computed
         now = time.monotonic()
+        self.ahead.asked(tracked)
+        if (tracked.later_since and now < tracked.ask_again) or tracked.memo_tokens is None:
+            self.poll()  # "later" is not said of whom there is news by now
         if tracked.later_since and now < tracked.ask_again:
-            self.poll()
-            if now < tracked.ask_again:
-                return None, False
-        question = (computed, len(request.block_hashes))
-        if tracked.memo == question and now < tracked.memo_until:
-            return self._offer(tracked, tracked.memo_tokens)
-        return self._ask(tracked, question, now)
+            return None, False
+        if tracked.remembers(computed, now):
+            return self._recall(tracked, computed, now)
+        return self._ask(tracked, (computed, len(request.block_hashes)), now)
 
     def _loads(self) -> bool:
         if self.link.life == 0:
@@ -162,20 +167,58 @@ class SchedulerSide:
         return True
 
     def _ask(self, tracked: Tracked, question: tuple[int, int], now: float) -> tuple[int | None, bool]:
-        query = message("Query")()
-        self._fill_query(query, tracked, question[0])
-        self.counters.add("kvport_shim_lookups_total")
-        answer = self.link.call(_MATCH_WAIT, match=query)
         if self.link.life == 0:
             return MISS
+        query = self._query(tracked, question[0])
+        self.counters.add("kvport_shim_lookups_total")
+        others = self.ahead.take(tracked, self.link.life, now, self._most) if self.link.attached.ahead else []
+        if others:
+            self.counters.add("kvport_shim_lookups_ahead_total", len(others))
+            answer = self.link.call(_MATCH_WAIT, match=query, ahead=[self._query(other, computed) for other, computed in others])
+        else:
+            answer = self.link.call(_MATCH_WAIT, match=query)
+        self._most = 0 if answer is None else min(MOST_HASHES, max(_FEW_HASHES, 2 * self._most))
+        if self.link.life == 0:
+            return MISS
+        if others:
+            self._foretell(others, answer, now)
         if answer is None or answer.match.later:
             return self._later(tracked, now)
         tracked.later_since = 0.0
         if answer.WhichOneof("result") != "match":
             return MISS
-        tokens = max(0, min(answer.match.tokens, tracked.request.num_tokens - question[0]))
-        tracked.memo, tracked.memo_until, tracked.memo_tokens = question, now + _MEMO, tokens
-        return self._offer(tracked, tokens)
+        return self._offer(tracked, self._remember(tracked, question[0], answer.match, now))
+
+    def _query(self, tracked: Tracked, computed: int) -> Any:
+        query = message("Query")()
+        self._fill_query(query, tracked, computed)
+        return query
+
+    def _foretell(self, others: list[tuple[Tracked, int]], answer: Any, now: float) -> None:
+        """Remember what was answered about others. Nobody waits for an agent a second time that was late: no answer is "later".
+
+        But who was answered sooner than the others were is no reason to pass over them: vLLM's own question waits for its answer.
+        """
+        late = answer is None or answer.match.later
+        answers = [None] * len(others) if answer is None else answer.ahead
+        for (other, computed), match in zip(others, answers, strict=False):
+            if late or not match.later:
+                self._remember(other, computed, match, now)
+        if answer is not None and not answers and answer.WhichOneof("result") == "match":
+            self.ahead.refused(self.link.life)
+
+    def _remember(self, tracked: Tracked, computed: int, match: Any, now: float) -> int:
+        """Remember an answer for a moment; none, or one that comes later, too."""
+        tokens = None if match is None or match.later else max(0, min(match.tokens, tracked.request.num_tokens - computed))
+        tracked.memo, tracked.memo_until, tracked.memo_tokens = (computed, len(tracked.request.block_hashes)), now + _MEMO, tokens
+        return tokens or 0
+
+    def _recall(self, tracked: Tracked, computed: int, now: float) -> tuple[int | None, bool]:
+        """Answer by the memo. An offer ends where it ends, also for a request of which more is cached by now: so the agent answers."""
+        assert tracked.memo is not None
+        if tracked.memo_tokens is None:
+            return self._later(tracked, now)
+        return self._offer(tracked, max(0, tracked.memo[0] + tracked.memo_tokens - computed))
 
     def _later(self, tracked: Tracked, now: float) -> tuple[int | None, bool]:
         tracked.later_since = tracked.later_since or now
@@ -208,6 +251,12 @@ class SchedulerSide:
 
     # -- loads
 
+    def admitted(self, request: Any) -> None:
+        """Note that a request was given blocks: vLLM asks about it no more."""
+        tracked = self.requests.get(request.request_id)
+        if tracked is not None:
+            self.ahead.admitted(tracked)
+
     def allocated(self, request: Any, tables: Any, external: int) -> None:
         """Begin the load of a request that was given blocks; asked again without external tokens, do nothing."""
         if external <= 0:
@@ -235,6 +284,7 @@ class SchedulerSide:
 
     def build(self, output: Any) -> StepMetadata:
         """Answer build_connector_meta: send what was decided, and say what the workers must know."""
+        self.ahead.pass_over()
         idle = not output.num_scheduled_tokens
         undecided = idle and any(t.later_since for t in self.requests.values())
         if idle and not self.loading and not self._dirty and (undecided or len(self.pins)):
@@ -268,6 +318,7 @@ class SchedulerSide:
             if request in self.requests:
                 self._step.preempted.append(request)
                 self.requests[request].memo = None
+                self.ahead.wait(self.requests[request])
                 self._dirty = True
                 if self.lossy:
                     self._starts_over(self.requests[request])
@@ -369,6 +420,7 @@ class SchedulerSide:
         tracked = self.requests.pop(request.request_id, None)
         if tracked is None:
             return False, None
+        self.ahead.admitted(tracked)
         computed = max(0, min(request.num_computed_tokens, request.num_tokens - 1)) if normal else 0
         self._dirty |= self.saving.request_over(tracked, self._step, normal)
         params = None
@@ -440,7 +492,7 @@ class SchedulerSide:
     def _ask_again(self) -> None:
         """Ask for whoever waits: the agent has answered after we had stopped waiting, and knows the answer still."""
         for tracked in self.requests.values():
-            tracked.ask_again = 0.0
+            tracked.ask_again, tracked.memo = 0.0, None
 
     def _forget(self) -> None:
         """Let go of everything that the dead agent had: nothing of it can touch a block any more."""
@@ -461,8 +513,8 @@ class SchedulerSide:
         return step
 
     def _introduce(self) -> None:
-        """Tell a new agent of all live requests: each of them will end."""
-        for tracked in self.requests.values():
+        """Tell a new agent of all live requests: each of them will end. Those whose loads it is told of come first."""
+        for tracked in sorted(self.requests.values(), key=lambda t: t.id not in self.loading):
             self._arrive(tracked)
 
     # -- the rest

@@ -13,6 +13,7 @@ from kvport_agent.spawn import Spawner
 
 from . import fingerprint, keys, memory
 from . import layout as layout_
+from .ahead import foreseeable
 from .config import Config
 from .events import Events, event_api
 from .lora import Adapters
@@ -86,6 +87,7 @@ class Parts:
         side = SchedulerSide(link, self.block_tokens, len(self.groups), Adapters(self._content), events)
         side.may_wait = self._config.load_in_step and steps_may_wait(self._vllm, self._cache, len(self.groups))
         side.by_layer = self._by_layer(side.may_wait)
+        side.ahead.on = foreseeable(self._vllm, self._cache)
         side.lossy = self._lossy
         side.allow_later(self._config.later_seconds)
         self._wait(link)

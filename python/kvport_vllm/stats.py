@@ -12,7 +12,8 @@ SHIM = {
     "kvport_shim_loads_failed_total": "Loads of which the connector did not bring every block.",
     "kvport_shim_loads_in_step_total": "Loads that their step waited for.",
     "kvport_shim_lookups_given_up_total": "Lookups that had no answer in time and counted as misses.",
-    "kvport_shim_lookups_total": "Requests that the connector was asked about.",
+    "kvport_shim_lookups_ahead_total": "Lookups that came ahead with another one, in its call: vLLM had not asked yet.",
+    "kvport_shim_lookups_total": "Lookups that vLLM asked for and that the agent was asked for in turn: a call each.",
 }
 FAULTS = "kvport_shim_faults_total"
 

@@ -29,6 +29,7 @@ class Tracked:
     have: int = 0  # leading blocks that the connector has, or is being given
     unverified: bool = False  # it was given a load that nobody can verify, which the agent knows
     private: bool = False  # ... and which an agent knew that is gone: nothing of it may be saved or handed over
+    waits: bool = False  # to be admitted, so that vLLM will ask about it
     asked_at: int = 0  # computed tokens of the last lookup
     at_once: bool = False  # the load that was offered is one that the step waits for
     load_began: float = 0.0
@@ -36,8 +37,25 @@ class Tracked:
     ask_again: float = 0.0
     memo: tuple[int, int] | None = None  # lookup that was answered: computed tokens, hashes
     memo_until: float = 0.0
-    memo_tokens: int = 0
+    memo_tokens: int | None = 0  # None: there is no answer yet
     tables: list[list[int]] = field(default_factory=list)  # only where vLLM shows none
+
+    def remembers(self, computed: int, now: float) -> bool:
+        """Say whether the memo answers a question: of as many blocks, and from a token up to which it says something."""
+        if self.memo is None or now >= self.memo_until or self.memo[1] != len(self.request.block_hashes):
+            return False
+        first = self.memo[0]
+        return first == computed or (first < computed and (self.memo_tokens is None or computed <= first + self.memo_tokens))
+
+    def can_be_asked(self, life: int, now: float) -> bool:
+        """Say whether a question ahead makes sense: the agent knows the request, would not say the same again, and spends nothing.
+
+        A ticket counts as used once it was asked with.
+        """
+        fresh = self.memo is not None and now < self.memo_until
+        later = bool(self.later_since) and now < self.ask_again
+        out = self.denied or bool(self.ticket) or self.keys is None or getattr(self.request, "skip_reading_prefix_cache", False)
+        return self.told == life and not (fresh or later or out)
 
 
 @dataclass(slots=True)

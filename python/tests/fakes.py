@@ -94,7 +94,11 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.touched = self.freed = 0
+        self.cached = set()  # hashes of blocks that vLLM would find
         self.evicted = set()
+
+    def get_cached_block(self, block_hash, kv_cache_group_ids):
+        return [self.null_block for _ in kv_cache_group_ids] if block_hash in self.cached else None
 
     def touch(self, blocks):
         for b in blocks:

@@ -56,6 +56,7 @@ class Judge:
         self.checks = 0
         self.asked = None  # the lookup under way: request, computed, tokens
         self.answered = None  # the agent's answer to it, in tokens
+        self.ends = {}  # where what the agent offered last ends, by request
         self.wanted = {}  # loads of allocated requests, until the agent hears of them: first block, ids
         self.handed = {}  # loads until the worker hears of them
         self.bound = {}  # loads that the worker knows of: ids
@@ -79,9 +80,16 @@ class Judge:
         def spy_call(timeout, **fields):
             if "match" in fields:
                 self.query(fields["match"])
+                for query in fields.get("ahead", ()):
+                    self.keys(query.request, 0, query.keys)
             answer = call(timeout, **fields)
             if answer is not None and answer.WhichOneof("result") == "match" and not answer.match.later:
                 self.answered = answer.match.tokens
+            if answer is not None and answer.WhichOneof("result") == "match":
+                questions = [fields["match"], *fields.get("ahead", ())]
+                for question, match in zip(questions, (answer.match, *answer.ahead), strict=False):
+                    if not match.later:
+                        self.ends[question.request] = question.computed + match.tokens
             return answer
 
         def deliver(answer):
@@ -152,6 +160,8 @@ class Judge:
         self.need(13, offered != 0 or not asynchronous, f"nothing, asynchronously, for {request}")
         self.need(16, offered <= 0 or computed + offered < tokens, f"request {request} is left nothing to compute")
         self.need(45, not (denied and offered), f"request {request} is offered {offered} tokens again")
+        within = offered <= 0 or computed + offered <= self.ends.get(request, 0)
+        self.need(11, within, f"{offered} tokens beyond {computed} for {request}, more than the agent offered")
 
     # -- what the agent is told
 

@@ -13,7 +13,7 @@ from engine import BLOCK_TOKENS, LAYERS, Engine, request
 
 from kvport_agent.link import IDLE_WAIT, State
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 def until(what, text):

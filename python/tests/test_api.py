@@ -82,7 +82,8 @@ def test_a_misfit_is_seen():
 
 def test_pool_has_what_pins_need():
     members = fakes.API["BlockPool"]
-    assert {"touch", "free_blocks", "evict_blocks"} <= set(members["members"])
+    assert {"touch", "free_blocks", "evict_blocks", "get_cached_block"} <= set(members["members"])
+    assert [p["name"] for p in members["members"]["get_cached_block"]["parameters"]] == ["self", "block_hash", "kv_cache_group_ids"]
     assert {"blocks", "null_block"} <= set(members["fields"])
     assert {"block_id", "ref_cnt"} <= set(fakes.API["KVCacheBlock"]["fields"])
 

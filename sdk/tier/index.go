@@ -19,8 +19,8 @@ const maxEntries = math.MaxInt32
 // It holds no block: entry i stands for slot i of whatever does. All methods may be called
 // concurrently; Has never waits for a change elsewhere in the index.
 //
-// An entry is free, reserved (for a block that is being written, found by nobody), visible, or
-// detached: its key was removed while somebody had it pinned, and it becomes free with the last pin.
+// An entry is free, reserved (for a block that is being written, found by nobody), lent (for a block that nobody knows yet: reserved, and
+// unknown to the policy), visible, or detached: its key was removed while somebody had it pinned, and it becomes free with the last pin.
 // A reserved entry has its place in the eviction policy already, in the order of reservation, so that
 // blocks which are written together are judged as if they came one by one.
 type keyIndex struct {
@@ -151,9 +151,17 @@ func (x *keyIndex) Reserve(k connector.StoreKey) (id uint32, v victim, err error
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	if id, v, err = x.take(h); err == nil {
+		x.reserve(id, h)
+	}
+	return id, v, err
+}
+
+// take takes an entry out, free or another key's, for a block whose key has the hash h.
+func (x *keyIndex) take(h uint64) (id uint32, v victim, err error) {
 	if x.free.n > 0 {
 		id = x.free.head
-		x.enter(id, h)
+		x.entries.cut(&x.free, id)
 		return id, v, nil
 	}
 	id = x.policy.evict(h, x.pinned)
@@ -164,8 +172,38 @@ func (x *keyIndex) Reserve(k connector.StoreKey) (id uint32, v victim, err error
 	v = victim{Key: x.keys[id], Evicted: true}
 	x.table.remove(&v.Key, x.table.hashOf(&v.Key))
 	x.visible--
-	x.reserve(id, h)
 	return id, v, nil
+}
+
+// Lend gives an entry for a block of which nobody knows the key yet, as Reserve does for one whose key is known. Settle or Back follows.
+// Until then the entry is neither free nor known to the policy.
+func (x *keyIndex) Lend() (id uint32, v victim, err error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if id, v, err = x.take(0); err == nil {
+		x.entries.flags[id] = reserved
+	}
+	return id, v, err
+}
+
+// Settle makes an entry that was lent visible as k and leaves it pinned, unless k is visible and keep says that this stays.
+func (x *keyIndex) Settle(id uint32, k connector.StoreKey, keep func(old uint32) bool) bool {
+	h := x.table.hashOf(&k)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if old := x.table.find(&k, h); old != none && keep(old) {
+		return false
+	}
+	x.policy.add(id, h)
+	x.show(id, k, h, 1)
+	return true
+}
+
+// Back frees an entry that was lent.
+func (x *keyIndex) Back(id uint32) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.recycle(id)
 }
 
 // enter reserves a free entry for a key.
@@ -222,6 +260,11 @@ func (x *keyIndex) commit(id uint32, k connector.StoreKey, pins int) {
 	h := x.table.hashOf(&k)
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	x.show(id, k, h, pins)
+}
+
+// show makes a reserved entry visible as k, whose hash is h. The caller holds the lock.
+func (x *keyIndex) show(id uint32, k connector.StoreKey, h uint64, pins int) {
 	x.keys[id] = k
 	if pins > 0 {
 		x.pins[id] += pins

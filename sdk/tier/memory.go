@@ -32,6 +32,7 @@ type memory struct {
 	expires []atomic.Int64  // of each slot, in Unix ms; nil without a TTL
 	lowered []atomic.Uint32 // of each slot: whether its block is in the lower tier
 	pins    *pins
+	loans   loans
 }
 
 // What is known of a block and the lower tier.
@@ -70,7 +71,7 @@ func newMemory(o *Options, c *counts) (*memory, error) {
 	}
 	m := &memory{
 		arena: a, o: o, index: index, c: c, fills: map[connector.StoreKey]chan struct{}{},
-		lowered: make([]atomic.Uint32, a.slots), pins: newPins(o, a.slots),
+		lowered: make([]atomic.Uint32, a.slots), pins: newPins(o, a.slots), loans: loans{most: o.mostLent(a.slots)},
 	}
 	if o.TenantBytes > 0 {
 		m.used = map[uint64]int64{}

@@ -130,6 +130,7 @@ type hostEnd struct {
 	store  *tier.Store
 	worker connector.Placer
 	host   *place.Host
+	rank   func(number, world int) connector.Worker // opens another worker of the same Store
 }
 
 const (
@@ -139,7 +140,11 @@ const (
 )
 
 func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
-	g := place.Geometry{Slots: fewSlots, SlotBytes: blockSize}
+	return newHostEndOf(t, fewSlots, change)
+}
+
+func newHostEndOf(t *testing.T, slots int, change func(o *tier.Options)) *hostEnd {
+	g := place.Geometry{Slots: slots, SlotBytes: blockSize}
 	arena := make([]byte, g.ArenaBytes())
 	memory, err := place.Private(arena)
 	require.NoError(t, err)
@@ -150,7 +155,7 @@ func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
 	require.NoError(t, err)
 	h.env = connector.Env{
 		Engine: "e", Epoch: 1, Role: connector.RoleBoth, World: 1, Model: connector.NewFingerprint("m"), Shape: connector.NewFingerprint("s"), Arena: arena,
-		Placement: &connector.Placement{Slots: fewSlots, SlotBytes: blockSize, Epoch: opening.Epoch, Serial: h.host.Draw(1 << 40)},
+		Placement: &connector.Placement{Slots: slots, SlotBytes: blockSize, Epoch: opening.Epoch, Serial: h.host.Draw(1 << 40)},
 		Layout: connector.Layout{
 			Name: "test", Blocks: manyIDs, Groups: []connector.Group{{BlockTokens: 16, Policy: connector.PolicyAll}},
 			Segments: []connector.Segment{{BlockStride: blockSize, Bytes: blockSize}},
@@ -167,11 +172,16 @@ func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
 		return h.store, err
 	})
 	raw := fmt.Sprintf(`{"memory_bytes": %d, "dir": %q}`, len(arena), t.TempDir())
-	worker, err := p.Worker(t.Context(), h.env, json.RawMessage(raw))
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, worker.Close()) })
+	h.rank = func(number, world int) connector.Worker {
+		env := h.env
+		env.Rank, env.World = number, world
+		worker, err := p.Worker(t.Context(), env, json.RawMessage(raw))
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, worker.Close()) })
+		return worker
+	}
 	var places bool
-	h.worker, places = connector.As[connector.Placer](worker)
+	h.worker, places = connector.As[connector.Placer](h.rank(0, 1))
 	require.True(t, places)
 	return h
 }
@@ -180,8 +190,8 @@ func newHostEnd(t *testing.T, change func(o *tier.Options)) *hostEnd {
 func (h *hostEnd) blocks(first, end int) *connector.Transfer {
 	transfer := &connector.Transfer{}
 	for n := first; n < end; n++ {
-		key := connector.BlockKey{1, byte(n)}
-		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n), Key: key})
+		key := connector.BlockKey{1, byte(n), byte(n >> 8)}
+		transfer.Blocks = append(transfer.Blocks, connector.Block{ID: connector.BlockID(n % manyIDs), Key: key})
 	}
 	return transfer
 }

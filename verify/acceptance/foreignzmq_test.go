@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -136,8 +135,8 @@ type behindZMQ struct {
 	p, d  string // where they take blocks
 }
 
-// newBehindZMQ starts engines with a setup, without the fields of its config that are named.
-func newBehindZMQ(t *testing.T, f *fixture.Fixture, setup fixture.Setup, less ...string) *behindZMQ {
+// newBehindZMQ starts engines with a setup, whose config may be changed for each.
+func newBehindZMQ(t *testing.T, f *fixture.Fixture, setup fixture.Setup, change func(role string, config fields)) *behindZMQ {
 	t.Helper()
 	x := &behindZMQ{contract: &contract{Rig: rig.New(t)}, proxy: listenZMQ(t)}
 	_, at, err := net.SplitHostPort(x.proxy.Addr().String())
@@ -148,9 +147,9 @@ func newBehindZMQ(t *testing.T, f *fixture.Fixture, setup fixture.Setup, less ..
 		require.NoError(t, err)
 		config := fields{}
 		require.NoError(t, json.Unmarshal([]byte(text), &config))
-		maps.DeleteFunc(config, func(name string, _ any) bool {
-			return slices.Contains(less, name)
-		})
+		if change != nil {
+			change(role, config)
+		}
 		whole, err := json.Marshal(fields{"kv_connector": f.Connector, "kv_role": role, "kv_connector_extra_config": config})
 		require.NoError(t, err)
 		return x.Start(name, append([]string{"serve", "--model", "sim", "--port", port, "--kv-transfer-config", string(whole)}, args...)...)
@@ -196,10 +195,11 @@ func TestForeignZMQ(t *testing.T) {
 	for _, f := range rig.Connectors(t, func(f *fixture.Fixture) bool { return len(f.Proxy) > 0 }) {
 		for _, setup := range f.Proxy {
 			t.Run(f.Connector+" "+setup.Name, func(t *testing.T) {
-				x := newBehindZMQ(t, f, setup)
+				x := newBehindZMQ(t, f, setup, nil)
 				tries := x.holds(x.router, x.check)
 				x.finds(x.contract.d, "trusted", 0, 3*tries)
-				if setup.Name == "pushed" {
+				x.goes(way(setup.Name))
+				if way(setup.Name) == pushed {
 					x.finds(x.contract.p, "trusted", 0, 3*tries)
 					x.plantedPush()
 					return
@@ -214,12 +214,72 @@ func TestForeignZMQ(t *testing.T) {
 	}
 }
 
+// way is how blocks get to the decode engine, as fixtures call it: it asks for them, or the prefill engine sends them.
+type way string
+
+const (
+	fetched way = "fetched"
+	pushed  way = "pushed"
+)
+
+// differs says that blocks did not go this way, by how many the prefill engine has sent unasked, and for how many it was asked.
+func (w way) differs(unasked, asked float64) error {
+	switch {
+	case w == fetched && unasked > 0:
+		return fmt.Errorf("the prefill engine sent %.0f blocks unasked", unasked)
+	case w == fetched && asked == 0:
+		return errors.New("the prefill engine was asked for no block")
+	case w == pushed && unasked == 0:
+		return errors.New("the prefill engine sent no block unasked")
+	}
+	return nil
+}
+
+// goes requires that blocks have gone one way, and that the other way would have been noticed. Blocks that are sent too late are asked for, too, so
+// that where they are sent unasked any number may be asked for.
+func (x *behindZMQ) goes(w way) {
+	x.Helper()
+	var unasked, asked float64
+	require.Eventually(x, func() bool { // a plugin's counts come a moment later
+		m := x.Metrics(x.contract.p)
+		unasked, asked = m.Sum("kvport_connector_pushed_blocks_total"), m.Sum("kvport_connector_served_blocks_total")
+		return unasked+asked > 0 && w.differs(unasked, asked) == nil
+	}, time.Minute, 20*time.Millisecond, "blocks are %s", w)
+	x.Logf("blocks are %s: %.0f sent unasked, %.0f asked for", w, unasked, asked)
+	other := map[way]way{fetched: pushed, pushed: fetched}[w]
+	require.ErrorContains(x, other.differs(unasked, asked), "unasked")
+	require.Zero(x, x.Metrics(x.contract.d).Sum("kvport_connector_pushed_blocks_total"), "a decode engine sends nothing")
+}
+
+// TestForeignZMQDirections: behind the proxy the prefill engine's send_type decides alone whether it sends blocks unasked, whatever the decode
+// engine's is; by default it does.
+func TestForeignZMQDirections(t *testing.T) {
+	type sends struct{ prefill, decode any } // or missing
+	for _, f := range rig.Connectors(t, func(f *fixture.Fixture) bool { return len(f.Proxy) > 0 }) {
+		for types, w := range map[sends]way{
+			{missing{}, missing{}}: pushed, {"PUT", "GET"}: pushed, {"GET", "PUT"}: fetched,
+		} {
+			t.Run(fmt.Sprintf("%s %v", f.Connector, types), func(t *testing.T) {
+				x := newBehindZMQ(t, f, f.Proxy[0], func(role string, config fields) {
+					config["send_type"] = map[string]any{"kv_producer": types.prefill, "kv_consumer": types.decode}[role]
+					maps.DeleteFunc(config, func(_ string, value any) bool { return value == (missing{}) })
+				})
+				x.holds(x.router, x.check)
+				x.goes(w)
+			})
+		}
+	}
+}
+
 // TestForeignZMQWithoutTrust: the ids of a proxy that the config does not trust are ignored, which the log says, unless it has the
 // deployment's key and signs them.
 func TestForeignZMQWithoutTrust(t *testing.T) {
 	for _, f := range rig.Connectors(t, func(f *fixture.Fixture) bool { return len(f.Proxy) > 0 }) {
 		t.Run(f.Connector, func(t *testing.T) {
-			x := newBehindZMQ(t, f, f.Proxy[0], "unsigned_ids", "peers")
+			x := newBehindZMQ(t, f, f.Proxy[0], func(_ string, config fields) {
+				delete(config, "unsigned_ids")
+				delete(config, "peers")
+			})
 			require.ErrorContains(t, x.check(x.router()), "the decode engine loaded 0 of")
 			x.finds(x.contract.d, "unsigned", 0, 3)
 			require.NoError(t, x.contract.d.Logged(t.Context(), "a request id that names engines is ignored"))

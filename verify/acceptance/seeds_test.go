@@ -216,7 +216,7 @@ func (p *seedPlay) seed(f *fixture.Fixture, path, name string, seed int) {
 		for _, r := range conformance.Check(p.Context(), conformance.Binary(path, config), o) {
 			one.Case, one.Status, one.Said = r.ID, r.Status, nil
 			if r.Status != conformance.Pass {
-				one.Said = slices.Concat(r.Log, r.Transcript, r.LastWords)
+				one.Said = slices.Concat(r.Log, r.Transcript, r.LastWords, r.Stacks)
 			}
 			p.log.add(p.T, one)
 		}

@@ -41,6 +41,9 @@ type placedShape struct {
 	batches []int
 }
 
+// lentShare is how many slots of a memory tier there are for each that it lends at a time.
+const lentShare = 128
+
 // otherWork is what a caller does before an operation that is not measured hot.
 const otherWork = 20 * time.Millisecond
 
@@ -62,7 +65,8 @@ type placed struct {
 }
 
 // Placed measures what an engine waits for blocks that lie in the memory of a plugin, through the host: lookups, loads and saves, hot and
-// after other work, with the processor time of both processes. A load is copied and verified by the host; a save is copied by the plugin.
+// after other work, with the processor time of both processes. A load is copied and verified by the host, and a save is copied and digested by it, as long as
+// slots are lent.
 // The limits copy the same bytes between memory of the same kind with as many threads.
 func Placed(ctx context.Context, o PlacedOptions) error {
 	for _, s := range placedShapes() {
@@ -101,12 +105,27 @@ func placedShapeRows(ctx context.Context, o PlacedOptions, s placedShape) (err e
 	if err := p.allPlaced(); err != nil {
 		return err
 	}
+	return p.saves(ctx)
+}
+
+// saves measures saves, and says how many of their blocks went without the plugin: all others were saved while too few slots were lent.
+func (p *placed) saves(ctx context.Context) error {
+	const lent = "kvport_placed_saved_blocks_total"
+	was, err := p.metric(lent)
+	if err != nil {
+		return err
+	}
+	began := p.saved
 	for _, other := range []time.Duration{otherWork, 0} {
 		if err := p.moves(ctx, "save", other, p.save, p.slots.out); err != nil {
 			return err
 		}
 	}
-	return nil
+	now, err := p.metric(lent)
+	if err != nil {
+		return err
+	}
+	return p.Emit(Row{Name: fmt.Sprintf("saves of %s: blocks that went without a call of the plugin", p.shape.name), Value: round(100 * (now - was) / float64(p.saved-began)), Unit: "%"})
 }
 
 // disturbing is the shape of blocks whose loads run beside decoding.
@@ -135,7 +154,11 @@ func openPlaced(ctx context.Context, o PlacedOptions, s placedShape) (_ *placed,
 	if p.slots, err = newMemorySlots(p.kv); err != nil {
 		return nil, err
 	}
-	cfg, err := tierConfig(size + size/8)
+	memory := size + size/8
+	if !o.Quick { // so that the largest batch is lent at once: 144 times that, 6.4 GiB at most; smaller memory has it saved by message
+		memory = max(memory, lentShare*s.block()*int64(slices.Max(s.batches))*9/8)
+	}
+	cfg, err := tierConfig(memory)
 	if err != nil {
 		return nil, err
 	}

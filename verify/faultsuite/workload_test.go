@@ -29,7 +29,7 @@ const (
 	workFolder  = "KVPORT_SUITE_FOLDER"  // where it works: the store and the ticket key are kept there
 	workPlugins = "KVPORT_SUITE_PLUGINS" // folder of plugin binaries
 	workTrust   = "KVPORT_SUITE_TRUST"   // trust level
-	workKind    = "KVPORT_SUITE_KIND"    // "split": prefill and decode apart; "hold": a connector that holds blocks
+	workKind    = "KVPORT_SUITE_KIND"    // "split": prefill and decode apart; "hold": a connector that holds blocks; "lend": one that lends slots ahead of saves
 	workMount   = "KVPORT_SUITE_MOUNT"   // "full": the store is a tiny tmpfs; "read-only": it becomes so
 )
 
@@ -106,8 +106,11 @@ func (w *workload) run() error {
 		}
 		w.want = append(w.want, tokens)
 	}
-	if w.kind == "hold" {
+	switch w.kind {
+	case "hold":
 		return w.holds()
+	case "lend":
+		return w.lends(single)
 	}
 	p, err := w.open(w.config("SharedStorageConnector", "kv_producer", fmt.Sprintf(`"shared_storage_path":%q,"max_bytes":49152`, w.store())))
 	if err != nil {
@@ -174,7 +177,7 @@ func (w *workload) open(c *host.Config) (*node, error) {
 
 // ask sends one request and waits for its end.
 func ask(n *node, r engine.Request) (tokens []int32, last engine.Output, err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	out, err := n.Submit(ctx, r)
 	if err != nil {
@@ -274,7 +277,7 @@ func pause() {
 
 // restart kills an engine's plugin and waits for the next.
 func (w *workload) restart(n *node) error {
-	deadline := time.Now().Add(15 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	killed := 0
 	for {
 		h := n.Health().Host
@@ -316,9 +319,83 @@ func (w *workload) holds() error {
 	return nil
 }
 
+// What an engine whose connector lends slots is asked: enough for some saves into lent slots, and for the engine to forget the first prompts.
+const (
+	leastLent    = 20 // blocks saved into lent slots
+	leastPrompts = 40
+)
+
+// lends runs requests on an engine whose connector lends slots ahead of saves, and once more after the plugin was killed.
+func (w *workload) lends(single *node) error {
+	n, err := w.open(w.config("OffloadingConnector", "kv_both", `"cpu_bytes_to_use":8388608`))
+	if err != nil {
+		return err
+	}
+	w.requests, w.want = nil, nil
+	rng := rand.New(rand.NewPCG(5, 6))
+	deadline := time.Now().Add(time.Minute)
+	for len(w.requests) < leastPrompts || n.sum("kvport_placed_saved_blocks_total") < leastLent {
+		if time.Now().After(deadline) {
+			return fmt.Errorf("%v blocks were saved into lent slots", n.sum("kvport_placed_saved_blocks_total"))
+		}
+		r := engine.Request{ID: connector.RequestID(fmt.Sprintf("lent-%d", len(w.requests))), Prompt: make([]int32, 100), MaxTokens: 4, IgnoreEOS: true}
+		for i := range r.Prompt {
+			r.Prompt[i] = rng.Int32N(256)
+		}
+		want, _, err := ask(single, r)
+		if err != nil {
+			return err
+		}
+		w.requests, w.want = append(w.requests, r), append(w.want, want)
+		if err := w.same(n, len(w.requests)-1); err != nil {
+			return err
+		}
+	}
+	if err := w.restart(n); err != nil {
+		return err
+	}
+	found := n.sum("kvport_placed_blocks_total")
+	for i := range w.requests {
+		if err := w.same(n, i); err != nil {
+			return fmt.Errorf("in the next life: %w", err)
+		}
+	}
+	if n.sum("kvport_placed_blocks_total") == found {
+		return errors.New("the next life has nothing of what was saved")
+	}
+	return nil
+}
+
+// same compares what an engine answers to a request.
+func (w *workload) same(n *node, i int) error {
+	tokens, _, err := ask(n, w.requests[i])
+	if err != nil || !slices.Equal(tokens, w.want[i]) {
+		return fmt.Errorf("request %d: %v, want %v: %w", i, tokens, w.want[i], err)
+	}
+	w.compared += len(tokens)
+	return nil
+}
+
+// sum is what a metric of an engine says, over its labels.
+func (n *node) sum(name string) (sum float64) {
+	families, err := n.metrics.Gather()
+	if err != nil {
+		return 0
+	}
+	for _, f := range families {
+		if f.GetName() != name {
+			continue
+		}
+		for _, m := range f.GetMetric() {
+			sum += m.GetCounter().GetValue()
+		}
+	}
+	return sum
+}
+
 // end waits until an engine has all its blocks back and closes it.
 func (w *workload) end(n *node) error {
-	deadline := time.Now().Add(15 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for {
 		h := n.Health()
 		if h.Running+h.Waiting == 0 && h.Blocks == (engine.Blocks{Free: n.Info().NumBlocks}) {
@@ -330,7 +407,7 @@ func (w *workload) end(n *node) error {
 		pause()
 	}
 	w.count(n)
-	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	return n.Close(ctx)
 }

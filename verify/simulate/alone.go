@@ -96,7 +96,7 @@ func (h *host) copyAlone(i int, d *rng) {
 	h.endAlone(m)
 }
 
-// copySlot copies a block from where it is resident, or one layer of it (rule PLACE-29).
+// copySlot copies a block from where it is resident, or one layer of it (rule PLACE-36).
 func (h *host) copySlot(m *move, at, layer int, d *rng) {
 	b, to := m.Transfer.Blocks[at], h.cached(m, at)
 	from := h.w.store.cells[storeKey{b.Key, b.Group, uint8(m.Rank)}]
@@ -124,7 +124,7 @@ func (m *move) changed(to, from *cell, layer int) bool {
 	return m.byLayer && (from.short > 0 || layer > 0 && !to.equal(from))
 }
 
-// judgeCopied verifies what has just been copied of a block, once: nothing is looked at again (rule PLACE-29).
+// judgeCopied verifies what has just been copied of a block, once: nothing is looked at again (rule PLACE-36).
 func (h *host) judgeCopied(m *move, at, layer int) {
 	if m.spoilt[at] || h.w.is(AloneUnchecked) {
 		return
@@ -210,6 +210,6 @@ func (h *host) cancelAlone(id tracker.CallID) bool {
 func aloneMutants() []MutantInfo {
 	return []MutantInfo{
 		{AloneUnchecked, "alone-unchecked", "what the host loads while no plugin is up is not verified", "rules PLACE-08 and PLACE-28"},
-		{AloneAgain, "alone-again", "a load by the host alone of which layers were announced is made again by the next plugin", "rule PLACE-29"},
+		{AloneAgain, "alone-again", "a load by the host alone of which layers were announced is made again by the next plugin", "rule PLACE-36"},
 	}
 }

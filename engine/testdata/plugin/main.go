@@ -25,6 +25,7 @@ type config struct {
 	Damage   bool   `json:"damage" jsonschema:"description=change one byte of the last block of each load"`
 	Gate     string `json:"gate" jsonschema:"description=a file without which no second layer arrives; empty: none is needed"`
 	Fault    string `json:"fault" jsonschema:"description=what goes wrong with the second layer of a load: damage; die: if the gate is there, which goes with it; or silent: no layer is announced"`
+	Fetches  bool   `json:"fetches" jsonschema:"description=say that a Match fetches"`
 }
 
 // ticket is where a hold can be fetched.
@@ -79,8 +80,10 @@ func main() {
 	sdk.Serve(connector.Plugin{
 		Name: "HoldConnector", Version: "1", Capabilities: connector.CanHold | connector.CanOverlap, Schema: sdk.SchemaOf[config](),
 		Describe: func(_ context.Context, raw json.RawMessage) (connector.Info, error) {
-			_, err := sdk.DecodeConfig[config](raw)
-			return connector.Info{Name: "HoldConnector", Capabilities: connector.CanHold | connector.CanOverlap, Groups: true, Scope: connector.ScopeNode}, err
+			c, err := sdk.DecodeConfig[config](raw)
+			return connector.Info{
+				Name: "HoldConnector", Capabilities: connector.CanHold | connector.CanOverlap, Groups: true, Scope: connector.ScopeNode, MatchFetches: c.Fetches,
+			}, err
 		},
 		Scheduler: func(_ context.Context, env connector.Env, raw json.RawMessage) (connector.Scheduler, error) {
 			c, err := sdk.DecodeConfig[config](raw)

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -162,10 +163,18 @@ type plainLines struct {
 	mu   sync.Mutex
 	last string // line that says most
 	tail []string
+
+	asked bool     // the plugin was told to say where it is: what comes is kept in said and not passed on
+	said  []string // at most saidBytes of it
+	size  int
+	ended chan struct{} // closed when nothing more comes
 }
 
+// saidBytes bounds what is kept of what a plugin says when it is told to say where it is.
+const saidBytes = 1 << 20
+
 func newPlainLines(r io.ReadCloser) *plainLines {
-	return &plainLines{Closer: r, in: bufio.NewReaderSize(r, 2*logLine)}
+	return &plainLines{Closer: r, in: bufio.NewReaderSize(r, 2*logLine), ended: make(chan struct{})}
 }
 
 // Read implements io.Reader.
@@ -185,16 +194,50 @@ func (p *plainLines) fill() {
 	if len(line) > 0 {
 		line = bytes.TrimRight(line, "\r\n")
 		p.note(string(line))
-		if !harmless(line) {
-			p.out.WriteString("plugin: ") // after which no line is JSON
+		if !p.answers(line) {
+			p.pass(line)
 		}
-		p.out.Write(line)
-		p.out.WriteByte('\n')
 	}
 	for errors.Is(err, bufio.ErrBufferFull) { // the rest of the line
 		_, err = p.in.ReadSlice('\n')
 	}
-	p.err = err
+	if p.err = err; err != nil {
+		close(p.ended)
+	}
+}
+
+// pass passes a line on to go-plugin.
+func (p *plainLines) pass(line []byte) {
+	if !harmless(line) {
+		p.out.WriteString("plugin: ") // after which no line is JSON
+	}
+	p.out.Write(line)
+	p.out.WriteByte('\n')
+}
+
+// ask says that the plugin is being told to say where it is.
+func (p *plainLines) ask() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asked = true
+}
+
+// answers keeps a line if the plugin was told to say where it is, and reports whether it was.
+func (p *plainLines) answers(line []byte) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.asked && p.size+len(line) <= saidBytes {
+		p.size += len(line)
+		p.said = append(p.said, string(line))
+	}
+	return p.asked
+}
+
+// answer is what came since ask.
+func (p *plainLines) answer() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.said)
 }
 
 // harmless reports whether go-plugin can read a line.

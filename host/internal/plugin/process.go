@@ -63,6 +63,10 @@ type Options struct {
 	Sandbox     *sandbox.Spec     // in which the process runs, and gets its socket's folder; nil: outside
 	Violated    func(what string) // may be nil
 
+	// Where gets what a process that hangs writes to standard error when SIGQUIT asks it where, before it is killed; nil: it is
+	// killed without being asked.
+	Where func(said []string)
+
 	// Started, unless nil, gets the process before one of its sides is opened. pidfd is only lent for
 	// the call. An error ends the process, and its start with that error.
 	Started func(pid, pidfd int) error
@@ -85,6 +89,8 @@ type Process struct {
 	lock   *os.File // of dir, held as long as that exists
 	path   string   // of its binary
 	mem    ringsRef // its rings
+	where  func(said []string)
+	asked  sync.Once // where it hangs
 
 	mu     sync.Mutex
 	reason error // why we killed it
@@ -99,7 +105,7 @@ type Process struct {
 // Launch starts a program and waits until it answers. ctx bounds the start only. Errors wrap
 // config.Err and name the binary; nothing of a failed start is left behind.
 func Launch(ctx context.Context, prog *Program, opts *Options) (*Process, error) {
-	p := &Process{done: make(chan struct{}), path: prog.Path}
+	p := &Process{done: make(chan struct{}), path: prog.Path, where: opts.Where}
 	p.beating, p.silence = context.WithCancel(context.Background())
 	err := fault.Point("host.handshake.start")
 	if err == nil {
@@ -349,18 +355,36 @@ func (p *Process) Err() error {
 	}
 }
 
-// Kill ends the process with SIGKILL and waits until it is reaped.
+// Kill ends the process with SIGKILL and waits until it is reaped. With Options.Where it is asked before where it is.
 func (p *Process) Kill() {
-	p.KillFor(errors.New("killed by the host"))
+	p.endHung(errors.New("killed by the host"))
 	<-p.done
+}
+
+// endHung is KillFor for a process that hangs: it returns when the process has said where, if somebody has asked to be told.
+func (p *Process) endHung(reason error) {
+	p.giveReason(reason)
+	p.asked.Do(func() {
+		if p.where == nil {
+			return
+		}
+		if said, lived := p.run.ask(); lived {
+			p.where(said)
+		}
+	})
+	p.run.kill()
 }
 
 // KillFor ends the process with SIGKILL and does not wait. The first reason counts.
 func (p *Process) KillFor(reason error) {
-	p.mu.Lock()
-	p.reason = cmp.Or(p.reason, reason)
-	p.mu.Unlock()
+	p.giveReason(reason)
 	p.run.kill()
+}
+
+func (p *Process) giveReason(reason error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.reason = cmp.Or(p.reason, reason)
 }
 
 // Close asks the process to end, and kills it when ctx is done first, or when it could have run for ClosePatience.
@@ -368,8 +392,11 @@ func (p *Process) KillFor(reason error) {
 func (p *Process) Close(ctx context.Context) error {
 	ctx, cancel := Patient(ctx, ClosePatience, p.Waits())
 	defer cancel()
-	unhook := context.AfterFunc(ctx, func() { p.KillFor(fmt.Errorf("it did not end when asked: %w", context.Cause(ctx))) })
-	defer unhook()
+	killed := make(chan struct{})
+	unhook := context.AfterFunc(ctx, func() {
+		defer close(killed)
+		p.endHung(fmt.Errorf("it did not end when asked: %w", context.Cause(ctx)))
+	})
 	// A heartbeat that the end overtakes would look like one that was missed.
 	p.silence()
 	p.beats.Wait()
@@ -378,6 +405,9 @@ func (p *Process) Close(ctx context.Context) error {
 		_ = protocol.Close()
 	}
 	<-p.done
+	if !unhook() {
+		<-killed // it may still be told where the process was
+	}
 	return p.end
 }
 
@@ -445,7 +475,7 @@ func (p *Process) beat(h Heartbeat) {
 		case <-ticker.C:
 		}
 		if err := plugin.beat(p.beating); err != nil && p.beating.Err() == nil {
-			p.KillFor(err)
+			p.endHung(err)
 			return
 		}
 	}

@@ -272,6 +272,24 @@ func (p *workerProxy) LoadPlaced(ctx context.Context, t *connector.Transfer, _ *
 	return p.placed(ctx, &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Load{Load: m}})
 }
 
+// Lends implements connector.Lender.
+func (p *workerProxy) Lends() int { return int(min(p.lends, wire.MaxPlaced)) }
+
+// Lend implements connector.Lender. A plugin that does not answer in time is taken for hung: what a late answer lends would be lost.
+func (p *workerProxy) Lend(ctx context.Context, l *connector.Lending) (*connector.Loan, error) {
+	req := &kvportv1.SessionRequest{Call: &kvportv1.SessionRequest_Lend{Lend: wire.LendingToProto(l)}}
+	r, err := p.call(ctx, req, schedulerPatience)
+	if err != nil {
+		return nil, err
+	}
+	m := r.GetLent()
+	if m == nil {
+		return nil, p.broken(req, wrongAnswer(req))
+	}
+	loan, err := wire.LoanFromProto(m, l.Want)
+	return loan, p.broken(req, err)
+}
+
 // placed moves, and gives the slots that the answer names.
 func (p *workerProxy) placed(ctx context.Context, req *kvportv1.SessionRequest) ([]uint32, error) {
 	moved, err := p.moved(ctx, req)

@@ -28,6 +28,8 @@ func (r *Rings) unused(t *testing.T) {
 	var st unix.Stat_t
 	require.NoError(t, unix.Fstat(int(r.file.Fd()), &st))
 	require.Zero(t, st.Blocks, "memory is left")
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	require.Zero(t, r.open)
 	require.NotContains(t, r.taken, true)
 }

@@ -37,6 +37,7 @@ type runner struct {
 	pid    int  // 0 until started
 	gone   bool // reaped: the pid may belong to somebody else
 	killed bool // by us
+	asked  bool // by us, where it is: it ends for that
 	left   bool // the fence did not come back
 	err    error
 	reaped chan struct{}
@@ -226,6 +227,30 @@ func (r *runner) kill() {
 	}
 }
 
+// answerLimit is how long a process that hangs may take to say where.
+const answerLimit = time.Second
+
+// ask has a process that hangs say where, by SIGQUIT: a Go program writes the stacks of its goroutines to standard error and
+// ends. It gives what the process has written since, and reports whether it lived.
+func (r *runner) ask() (said []string, lived bool) {
+	r.mu.Lock()
+	if lived = r.pid != 0 && !r.gone; lived {
+		r.asked = true
+		r.lines.ask()
+		_ = unix.Prlimit(r.pid, unix.RLIMIT_CORE, &unix.Rlimit{}, nil) // a program that does not know the signal leaves no file
+		_ = unix.Kill(r.pid, unix.SIGQUIT)
+	}
+	r.mu.Unlock()
+	if !lived {
+		return nil, false
+	}
+	select {
+	case <-r.lines.ended:
+	case <-time.After(answerLimit): // it is stopped, or does something else with the signal
+	}
+	return r.lines.answer(), true
+}
+
 // status is how the process ended; nil before and after a clean exit.
 func (r *runner) status() error {
 	r.mu.Lock()
@@ -300,7 +325,7 @@ func (p *Process) Blame(err error) error {
 func (r *runner) ending() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if !r.gone {
+	if !r.gone || r.asked {
 		return ""
 	}
 	exit, failed := errors.AsType[*exec.ExitError](r.err)

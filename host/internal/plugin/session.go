@@ -36,6 +36,7 @@ type session struct {
 	stream   grpc.BidiStreamingClient[kvportv1.SessionRequest, reply]
 	stop     context.CancelFunc
 	caps     connector.Capability
+	lends    uint32 // slots at a time
 	violated func(what string)
 	waits    func() time.Duration // how long the plugin could not run; nil: not known
 
@@ -95,7 +96,7 @@ func (r *Remote) openSession(ctx context.Context, open *wire.Open) (*session, er
 		<-s.lost
 		return nil, err
 	}
-	s.caps = wire.CapabilitiesFromProto(answer.GetOpened().GetCapabilities())
+	s.caps, s.lends = wire.CapabilitiesFromProto(answer.GetOpened().GetCapabilities()), answer.GetOpened().GetLends()
 	return s, nil
 }
 

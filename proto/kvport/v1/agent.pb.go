@@ -178,7 +178,9 @@ type AgentCall struct {
 	//	*AgentCall_PagesAbort
 	Call isAgentCall_Call `protobuf_oneof:"call"`
 	// Of a Step: requests among its admitted ones for whose layers the ranks wait one by one, so that they learn of each.
-	LayerWise     []string `protobuf:"bytes,14,rep,name=layer_wise,json=layerWise,proto3" json:"layer_wise,omitempty"`
+	LayerWise []string `protobuf:"bytes,14,rep,name=layer_wise,json=layerWise,proto3" json:"layer_wise,omitempty"`
+	// Of a match of a request: questions about other requests that the engine will probably ask next, at most 63. Only to an agent that said ahead.
+	Ahead         []*Query `protobuf:"bytes,15,rep,name=ahead,proto3" json:"ahead,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -342,6 +344,13 @@ func (x *AgentCall) GetLayerWise() []string {
 	return nil
 }
 
+func (x *AgentCall) GetAhead() []*Query {
+	if x != nil {
+		return x.Ahead
+	}
+	return nil
+}
+
 type isAgentCall_Call interface {
 	isAgentCall_Call()
 }
@@ -439,6 +448,7 @@ type AgentAnswer struct {
 	//	*AgentAnswer_PagesDone
 	//	*AgentAnswer_PagesAborted
 	Result        isAgentAnswer_Result `protobuf_oneof:"result"`
+	Ahead         []*Match             `protobuf:"bytes,16,rep,name=ahead,proto3" json:"ahead,omitempty"` // of a match: what is known of the questions that came ahead, in their order; or none, if the connector is not asked ahead
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -607,6 +617,13 @@ func (x *AgentAnswer) GetPagesAborted() *AgentPagesAborted {
 		if x, ok := x.Result.(*AgentAnswer_PagesAborted); ok {
 			return x.PagesAborted
 		}
+	}
+	return nil
+}
+
+func (x *AgentAnswer) GetAhead() []*Match {
+	if x != nil {
+		return x.Ahead
 	}
 	return nil
 }
@@ -835,6 +852,7 @@ type AgentAttached struct {
 	Connector     string                 `protobuf:"bytes,2,opt,name=connector,proto3" json:"connector,omitempty"`
 	Loads         bool                   `protobuf:"varint,3,opt,name=loads,proto3" json:"loads,omitempty"`
 	Saves         bool                   `protobuf:"varint,4,opt,name=saves,proto3" json:"saves,omitempty"`
+	Ahead         bool                   `protobuf:"varint,5,opt,name=ahead,proto3" json:"ahead,omitempty"` // a match may bring questions ahead
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -893,6 +911,13 @@ func (x *AgentAttached) GetLoads() bool {
 func (x *AgentAttached) GetSaves() bool {
 	if x != nil {
 		return x.Saves
+	}
+	return false
+}
+
+func (x *AgentAttached) GetAhead() bool {
+	if x != nil {
+		return x.Ahead
 	}
 	return false
 }
@@ -2039,7 +2064,7 @@ var File_kvport_v1_agent_proto protoreflect.FileDescriptor
 
 const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x15kvport/v1/agent.proto\x12\tkvport.v1\x1a\x16kvport/v1/plugin.proto\"\xcb\x05\n" +
+	"\x15kvport/v1/agent.proto\x12\tkvport.v1\x1a\x16kvport/v1/plugin.proto\"\xf3\x05\n" +
 	"\tAgentCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\x06attach\x18\x02 \x01(\v2\x16.kvport.v1.AgentAttachH\x00R\x06attach\x12(\n" +
@@ -2057,8 +2082,9 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\vpages_abort\x18\r \x01(\v2\x1a.kvport.v1.AgentPagesAbortH\x00R\n" +
 	"pagesAbort\x12\x1d\n" +
 	"\n" +
-	"layer_wise\x18\x0e \x03(\tR\tlayerWiseB\x06\n" +
-	"\x04call\"\x93\x06\n" +
+	"layer_wise\x18\x0e \x03(\tR\tlayerWise\x12&\n" +
+	"\x05ahead\x18\x0f \x03(\v2\x10.kvport.v1.QueryR\x05aheadB\x06\n" +
+	"\x04call\"\xbb\x06\n" +
 	"\vAgentAnswer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
 	"\x05error\x18\x02 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x126\n" +
@@ -2077,7 +2103,8 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"pagesFound\x12:\n" +
 	"\n" +
 	"pages_done\x18\x0e \x01(\v2\x19.kvport.v1.AgentPagesDoneH\x00R\tpagesDone\x12C\n" +
-	"\rpages_aborted\x18\x0f \x01(\v2\x1c.kvport.v1.AgentPagesAbortedH\x00R\fpagesAbortedB\b\n" +
+	"\rpages_aborted\x18\x0f \x01(\v2\x1c.kvport.v1.AgentPagesAbortedH\x00R\fpagesAborted\x12&\n" +
+	"\x05ahead\x18\x10 \x03(\v2\x10.kvport.v1.MatchR\x05aheadB\b\n" +
 	"\x06result\"\xcc\x02\n" +
 	"\vAgentAttach\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12#\n" +
@@ -2093,12 +2120,13 @@ const file_kvport_v1_agent_proto_rawDesc = "" +
 	"\x06region\x18\n" +
 	" \x01(\x04R\x06region\x12\x16\n" +
 	"\x06hashes\x18\v \x01(\tR\x06hashes\x12\x16\n" +
-	"\x06events\x18\f \x01(\bR\x06events\"m\n" +
+	"\x06events\x18\f \x01(\bR\x06events\"\x83\x01\n" +
 	"\rAgentAttached\x12\x12\n" +
 	"\x04life\x18\x01 \x01(\x04R\x04life\x12\x1c\n" +
 	"\tconnector\x18\x02 \x01(\tR\tconnector\x12\x14\n" +
 	"\x05loads\x18\x03 \x01(\bR\x05loads\x12\x14\n" +
-	"\x05saves\x18\x04 \x01(\bR\x05saves\"'\n" +
+	"\x05saves\x18\x04 \x01(\bR\x05saves\x12\x14\n" +
+	"\x05ahead\x18\x05 \x01(\bR\x05ahead\"'\n" +
 	"\rAgentFinished\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\fR\x06ticket\"\r\n" +
 	"\vAgentDetach\"\x0f\n" +
@@ -2263,32 +2291,34 @@ var file_kvport_v1_agent_proto_depIdxs = []int32{
 	20, // 9: kvport.v1.AgentCall.pages_put:type_name -> kvport.v1.AgentPagesPut
 	21, // 10: kvport.v1.AgentCall.pages_get:type_name -> kvport.v1.AgentPagesGet
 	23, // 11: kvport.v1.AgentCall.pages_abort:type_name -> kvport.v1.AgentPagesAbort
-	29, // 12: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
-	5,  // 13: kvport.v1.AgentAnswer.attached:type_name -> kvport.v1.AgentAttached
-	30, // 14: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
-	6,  // 15: kvport.v1.AgentAnswer.finish:type_name -> kvport.v1.AgentFinished
-	31, // 16: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
-	8,  // 17: kvport.v1.AgentAnswer.detached:type_name -> kvport.v1.AgentDetached
-	9,  // 18: kvport.v1.AgentAnswer.event:type_name -> kvport.v1.AgentEvent
-	10, // 19: kvport.v1.AgentAnswer.plugin:type_name -> kvport.v1.AgentPlugin
-	11, // 20: kvport.v1.AgentAnswer.state:type_name -> kvport.v1.AgentState
-	14, // 21: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
-	17, // 22: kvport.v1.AgentAnswer.pages_memory:type_name -> kvport.v1.AgentPagesMemory
-	19, // 23: kvport.v1.AgentAnswer.pages_found:type_name -> kvport.v1.AgentPagesFound
-	22, // 24: kvport.v1.AgentAnswer.pages_done:type_name -> kvport.v1.AgentPagesDone
-	24, // 25: kvport.v1.AgentAnswer.pages_aborted:type_name -> kvport.v1.AgentPagesAborted
-	32, // 26: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
-	33, // 27: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
-	0,  // 28: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
-	12, // 29: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
-	13, // 30: kvport.v1.AgentCounter.histogram:type_name -> kvport.v1.AgentHistogram
-	34, // 31: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
-	1,  // 32: kvport.v1.AgentPagesDone.results:type_name -> kvport.v1.AgentPageResult
-	33, // [33:33] is the sub-list for method output_type
-	33, // [33:33] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	25, // 12: kvport.v1.AgentCall.ahead:type_name -> kvport.v1.Query
+	29, // 13: kvport.v1.AgentAnswer.error:type_name -> kvport.v1.Error
+	5,  // 14: kvport.v1.AgentAnswer.attached:type_name -> kvport.v1.AgentAttached
+	30, // 15: kvport.v1.AgentAnswer.match:type_name -> kvport.v1.Match
+	6,  // 16: kvport.v1.AgentAnswer.finish:type_name -> kvport.v1.AgentFinished
+	31, // 17: kvport.v1.AgentAnswer.reset:type_name -> kvport.v1.ResetResponse
+	8,  // 18: kvport.v1.AgentAnswer.detached:type_name -> kvport.v1.AgentDetached
+	9,  // 19: kvport.v1.AgentAnswer.event:type_name -> kvport.v1.AgentEvent
+	10, // 20: kvport.v1.AgentAnswer.plugin:type_name -> kvport.v1.AgentPlugin
+	11, // 21: kvport.v1.AgentAnswer.state:type_name -> kvport.v1.AgentState
+	14, // 22: kvport.v1.AgentAnswer.blocks:type_name -> kvport.v1.AgentBlocks
+	17, // 23: kvport.v1.AgentAnswer.pages_memory:type_name -> kvport.v1.AgentPagesMemory
+	19, // 24: kvport.v1.AgentAnswer.pages_found:type_name -> kvport.v1.AgentPagesFound
+	22, // 25: kvport.v1.AgentAnswer.pages_done:type_name -> kvport.v1.AgentPagesDone
+	24, // 26: kvport.v1.AgentAnswer.pages_aborted:type_name -> kvport.v1.AgentPagesAborted
+	30, // 27: kvport.v1.AgentAnswer.ahead:type_name -> kvport.v1.Match
+	32, // 28: kvport.v1.AgentAttach.side:type_name -> kvport.v1.Side
+	33, // 29: kvport.v1.AgentAttach.layout:type_name -> kvport.v1.Layout
+	0,  // 30: kvport.v1.AgentEvent.kind:type_name -> kvport.v1.AgentEventKind
+	12, // 31: kvport.v1.AgentState.counters:type_name -> kvport.v1.AgentCounter
+	13, // 32: kvport.v1.AgentCounter.histogram:type_name -> kvport.v1.AgentHistogram
+	34, // 33: kvport.v1.AgentBlocks.events:type_name -> kvport.v1.BlockEvent
+	1,  // 34: kvport.v1.AgentPagesDone.results:type_name -> kvport.v1.AgentPageResult
+	35, // [35:35] is the sub-list for method output_type
+	35, // [35:35] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_agent_proto_init() }

@@ -986,6 +986,7 @@ type SessionRequest struct {
 	//	*SessionRequest_Reshape
 	//	*SessionRequest_ReshapeBlocks
 	//	*SessionRequest_LoadLayers
+	//	*SessionRequest_Lend
 	Call          isSessionRequest_Call `protobuf_oneof:"call"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1196,6 +1197,15 @@ func (x *SessionRequest) GetLoadLayers() *LoadLayers {
 	return nil
 }
 
+func (x *SessionRequest) GetLend() *LendRequest {
+	if x != nil {
+		if x, ok := x.Call.(*SessionRequest_Lend); ok {
+			return x.Lend
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Call interface {
 	isSessionRequest_Call()
 }
@@ -1269,6 +1279,10 @@ type SessionRequest_LoadLayers struct {
 	LoadLayers *LoadLayers `protobuf:"bytes,19,opt,name=load_layers,json=loadLayers,proto3,oneof"`
 }
 
+type SessionRequest_Lend struct {
+	Lend *LendRequest `protobuf:"bytes,20,opt,name=lend,proto3,oneof"` // only to a side whose Opened.lends is not 0
+}
+
 func (*SessionRequest_Open) isSessionRequest_Call() {}
 
 func (*SessionRequest_Match) isSessionRequest_Call() {}
@@ -1303,6 +1317,8 @@ func (*SessionRequest_ReshapeBlocks) isSessionRequest_Call() {}
 
 func (*SessionRequest_LoadLayers) isSessionRequest_Call() {}
 
+func (*SessionRequest_Lend) isSessionRequest_Call() {}
+
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -1320,6 +1336,7 @@ type SessionResponse struct {
 	//	*SessionResponse_Stats
 	//	*SessionResponse_Events
 	//	*SessionResponse_Renewals
+	//	*SessionResponse_Lent
 	Result        isSessionResponse_Result `protobuf_oneof:"result"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1475,6 +1492,15 @@ func (x *SessionResponse) GetRenewals() *RenewalsResponse {
 	return nil
 }
 
+func (x *SessionResponse) GetLent() *LendResponse {
+	if x != nil {
+		if x, ok := x.Result.(*SessionResponse_Lent); ok {
+			return x.Lent
+		}
+	}
+	return nil
+}
+
 type isSessionResponse_Result interface {
 	isSessionResponse_Result()
 }
@@ -1523,6 +1549,10 @@ type SessionResponse_Renewals struct {
 	Renewals *RenewalsResponse `protobuf:"bytes,13,opt,name=renewals,proto3,oneof"`
 }
 
+type SessionResponse_Lent struct {
+	Lent *LendResponse `protobuf:"bytes,14,opt,name=lent,proto3,oneof"`
+}
+
 func (*SessionResponse_Opened) isSessionResponse_Result() {}
 
 func (*SessionResponse_Match) isSessionResponse_Result() {}
@@ -1544,6 +1574,8 @@ func (*SessionResponse_Stats) isSessionResponse_Result() {}
 func (*SessionResponse_Events) isSessionResponse_Result() {}
 
 func (*SessionResponse_Renewals) isSessionResponse_Result() {}
+
+func (*SessionResponse_Lent) isSessionResponse_Result() {}
 
 type Open struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
@@ -2160,6 +2192,7 @@ type Opened struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Capabilities  []Capability           `protobuf:"varint,1,rep,packed,name=capabilities,proto3,enum=kvport.v1.Capability" json:"capabilities,omitempty"` // of this side
 	Ring          bool                   `protobuf:"varint,2,opt,name=ring,proto3" json:"ring,omitempty"`                                                  // the plugin reads the ring of the Open
+	Lends         uint32                 `protobuf:"varint,3,opt,name=lends,proto3" json:"lends,omitempty"`                                                // of a worker side with a placement: slots that it lends the host at a time; absent: none, and LendRequest is not sent
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2206,6 +2239,13 @@ func (x *Opened) GetRing() bool {
 		return x.Ring
 	}
 	return false
+}
+
+func (x *Opened) GetLends() uint32 {
+	if x != nil {
+		return x.Lends
+	}
+	return 0
 }
 
 // Blocks in columns. keys is 32 bytes a block, all zero for a partial one. groups is empty when all
@@ -3089,6 +3129,135 @@ func (x *Moved) GetPlaced() []uint32 {
 	return nil
 }
 
+// LendRequest says what the host has done with slots that were lent to it ahead of saves, and asks for more: docs/spec/placement.md.
+type LendRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Written       *Blocks                `protobuf:"bytes,1,opt,name=written,proto3" json:"written,omitempty"`   // blocks that the host has written since the last call; their ids are the slots
+	Back          []uint64               `protobuf:"varint,2,rep,packed,name=back,proto3" json:"back,omitempty"` // serials of slots that it does not write
+	Used          []uint32               `protobuf:"varint,3,rep,packed,name=used,proto3" json:"used,omitempty"` // as Transfer.used
+	Want          uint32                 `protobuf:"varint,4,opt,name=want,proto3" json:"want,omitempty"`        // how many slots more it would like to have
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LendRequest) Reset() {
+	*x = LendRequest{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendRequest) ProtoMessage() {}
+
+func (x *LendRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendRequest.ProtoReflect.Descriptor instead.
+func (*LendRequest) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *LendRequest) GetWritten() *Blocks {
+	if x != nil {
+		return x.Written
+	}
+	return nil
+}
+
+func (x *LendRequest) GetBack() []uint64 {
+	if x != nil {
+		return x.Back
+	}
+	return nil
+}
+
+func (x *LendRequest) GetUsed() []uint32 {
+	if x != nil {
+		return x.Used
+	}
+	return nil
+}
+
+func (x *LendRequest) GetWant() uint32 {
+	if x != nil {
+		return x.Want
+	}
+	return 0
+}
+
+type LendResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Slots         []uint32               `protobuf:"varint,1,rep,packed,name=slots,proto3" json:"slots,omitempty"`   // that are lent now, at most as many as were wanted
+	Serial        uint64                 `protobuf:"varint,2,opt,name=serial,proto3" json:"serial,omitempty"`        // of the block that is written into the first of them; that of each other one is the next number
+	Placed        []uint32               `protobuf:"varint,3,rep,packed,name=placed,proto3" json:"placed,omitempty"` // slots in which the blocks of written lie
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LendResponse) Reset() {
+	*x = LendResponse{}
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendResponse) ProtoMessage() {}
+
+func (x *LendResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendResponse.ProtoReflect.Descriptor instead.
+func (*LendResponse) Descriptor() ([]byte, []int) {
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *LendResponse) GetSlots() []uint32 {
+	if x != nil {
+		return x.Slots
+	}
+	return nil
+}
+
+func (x *LendResponse) GetSerial() uint64 {
+	if x != nil {
+		return x.Serial
+	}
+	return 0
+}
+
+func (x *LendResponse) GetPlaced() []uint32 {
+	if x != nil {
+		return x.Placed
+	}
+	return nil
+}
+
 type FinishRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Ended         []*Ended               `protobuf:"bytes,1,rep,name=ended,proto3" json:"ended,omitempty"`
@@ -3098,7 +3267,7 @@ type FinishRequest struct {
 
 func (x *FinishRequest) Reset() {
 	*x = FinishRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3110,7 +3279,7 @@ func (x *FinishRequest) String() string {
 func (*FinishRequest) ProtoMessage() {}
 
 func (x *FinishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[29]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3123,7 +3292,7 @@ func (x *FinishRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishRequest.ProtoReflect.Descriptor instead.
 func (*FinishRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{29}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *FinishRequest) GetEnded() []*Ended {
@@ -3146,7 +3315,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3158,7 +3327,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[30]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3171,7 +3340,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{30}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Hold) GetId() uint64 {
@@ -3218,7 +3387,7 @@ type FinishResponse struct {
 
 func (x *FinishResponse) Reset() {
 	*x = FinishResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3230,7 +3399,7 @@ func (x *FinishResponse) String() string {
 func (*FinishResponse) ProtoMessage() {}
 
 func (x *FinishResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[31]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3243,7 +3412,7 @@ func (x *FinishResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishResponse.ProtoReflect.Descriptor instead.
 func (*FinishResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{31}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *FinishResponse) GetHolds() []*Hold {
@@ -3261,7 +3430,7 @@ type ConsumedRequest struct {
 
 func (x *ConsumedRequest) Reset() {
 	*x = ConsumedRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3273,7 +3442,7 @@ func (x *ConsumedRequest) String() string {
 func (*ConsumedRequest) ProtoMessage() {}
 
 func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[32]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3286,7 +3455,7 @@ func (x *ConsumedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedRequest.ProtoReflect.Descriptor instead.
 func (*ConsumedRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{32}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
 }
 
 type ConsumedResponse struct {
@@ -3298,7 +3467,7 @@ type ConsumedResponse struct {
 
 func (x *ConsumedResponse) Reset() {
 	*x = ConsumedResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3310,7 +3479,7 @@ func (x *ConsumedResponse) String() string {
 func (*ConsumedResponse) ProtoMessage() {}
 
 func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[33]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3323,7 +3492,7 @@ func (x *ConsumedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsumedResponse.ProtoReflect.Descriptor instead.
 func (*ConsumedResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{33}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ConsumedResponse) GetHolds() []uint64 {
@@ -3343,7 +3512,7 @@ type RenewalsRequest struct {
 
 func (x *RenewalsRequest) Reset() {
 	*x = RenewalsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3355,7 +3524,7 @@ func (x *RenewalsRequest) String() string {
 func (*RenewalsRequest) ProtoMessage() {}
 
 func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[34]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3368,7 +3537,7 @@ func (x *RenewalsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsRequest.ProtoReflect.Descriptor instead.
 func (*RenewalsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{34}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *RenewalsRequest) GetEnded() []uint64 {
@@ -3387,7 +3556,7 @@ type RenewalsResponse struct {
 
 func (x *RenewalsResponse) Reset() {
 	*x = RenewalsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3399,7 +3568,7 @@ func (x *RenewalsResponse) String() string {
 func (*RenewalsResponse) ProtoMessage() {}
 
 func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[35]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3412,7 +3581,7 @@ func (x *RenewalsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewalsResponse.ProtoReflect.Descriptor instead.
 func (*RenewalsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{35}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *RenewalsResponse) GetHolds() []uint64 {
@@ -3430,7 +3599,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3442,7 +3611,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[36]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3455,7 +3624,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{36}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
 }
 
 type ResetResponse struct {
@@ -3467,7 +3636,7 @@ type ResetResponse struct {
 
 func (x *ResetResponse) Reset() {
 	*x = ResetResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3479,7 +3648,7 @@ func (x *ResetResponse) String() string {
 func (*ResetResponse) ProtoMessage() {}
 
 func (x *ResetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[37]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3492,7 +3661,7 @@ func (x *ResetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetResponse.ProtoReflect.Descriptor instead.
 func (*ResetResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{37}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ResetResponse) GetEmptied() bool {
@@ -3510,7 +3679,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3522,7 +3691,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[38]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3535,7 +3704,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{38}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
 }
 
 // Stat is the present value of one number.
@@ -3550,7 +3719,7 @@ type Stat struct {
 
 func (x *Stat) Reset() {
 	*x = Stat{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3562,7 +3731,7 @@ func (x *Stat) String() string {
 func (*Stat) ProtoMessage() {}
 
 func (x *Stat) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[39]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3575,7 +3744,7 @@ func (x *Stat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Stat.ProtoReflect.Descriptor instead.
 func (*Stat) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{39}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Stat) GetName() string {
@@ -3608,7 +3777,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3620,7 +3789,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[40]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3633,7 +3802,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{40}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *StatsResponse) GetStats() []*Stat {
@@ -3651,7 +3820,7 @@ type EventsRequest struct {
 
 func (x *EventsRequest) Reset() {
 	*x = EventsRequest{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3663,7 +3832,7 @@ func (x *EventsRequest) String() string {
 func (*EventsRequest) ProtoMessage() {}
 
 func (x *EventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[41]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3676,7 +3845,7 @@ func (x *EventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsRequest.ProtoReflect.Descriptor instead.
 func (*EventsRequest) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{41}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
 }
 
 // BlockEvent says that blocks can be matched now, or no longer.
@@ -3693,7 +3862,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3705,7 +3874,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[42]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3718,7 +3887,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{42}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *BlockEvent) GetSeq() uint64 {
@@ -3765,7 +3934,7 @@ type EventsResponse struct {
 
 func (x *EventsResponse) Reset() {
 	*x = EventsResponse{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3777,7 +3946,7 @@ func (x *EventsResponse) String() string {
 func (*EventsResponse) ProtoMessage() {}
 
 func (x *EventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[43]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3790,7 +3959,7 @@ func (x *EventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventsResponse.ProtoReflect.Descriptor instead.
 func (*EventsResponse) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{43}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *EventsResponse) GetEvents() []*BlockEvent {
@@ -3810,7 +3979,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3822,7 +3991,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[44]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3835,7 +4004,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{44}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *Cancel) GetCall() uint64 {
@@ -3854,7 +4023,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3866,7 +4035,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[45]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3879,7 +4048,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{45}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{47}
 }
 
 type Closed struct {
@@ -3890,7 +4059,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_kvport_v1_plugin_proto_msgTypes[46]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3902,7 +4071,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvport_v1_plugin_proto_msgTypes[46]
+	mi := &file_kvport_v1_plugin_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3915,7 +4084,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{46}
+	return file_kvport_v1_plugin_proto_rawDescGZIP(), []int{48}
 }
 
 var File_kvport_v1_plugin_proto protoreflect.FileDescriptor
@@ -3958,7 +4127,7 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\"G\n" +
 	"\x11HeartbeatResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x16\n" +
-	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\x97\a\n" +
+	"\x06panics\x18\x02 \x01(\x04R\x06panics\"\xc5\a\n" +
 	"\x0eSessionRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1d\n" +
 	"\n" +
@@ -3982,8 +4151,9 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\areshape\x18\x11 \x01(\v2\x13.kvport.v1.TransferB\x02\x18\x01H\x00R\areshape\x12;\n" +
 	"\x0ereshape_blocks\x18\x12 \x01(\v2\x12.kvport.v1.ReshapeH\x00R\rreshapeBlocks\x128\n" +
 	"\vload_layers\x18\x13 \x01(\v2\x15.kvport.v1.LoadLayersH\x00R\n" +
-	"loadLayersB\x06\n" +
-	"\x04call\"\xf4\x04\n" +
+	"loadLayers\x12,\n" +
+	"\x04lend\x18\x14 \x01(\v2\x16.kvport.v1.LendRequestH\x00R\x04lendB\x06\n" +
+	"\x04call\"\xa3\x05\n" +
 	"\x0fSessionResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12&\n" +
 	"\x05error\x18\x02 \x01(\v2\x10.kvport.v1.ErrorR\x05error\x12+\n" +
@@ -3998,7 +4168,8 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	" \x01(\v2\x11.kvport.v1.ClosedH\x00R\x06closed\x120\n" +
 	"\x05stats\x18\v \x01(\v2\x18.kvport.v1.StatsResponseH\x00R\x05stats\x123\n" +
 	"\x06events\x18\f \x01(\v2\x19.kvport.v1.EventsResponseH\x00R\x06events\x129\n" +
-	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewalsB\b\n" +
+	"\brenewals\x18\r \x01(\v2\x1b.kvport.v1.RenewalsResponseH\x00R\brenewals\x12-\n" +
+	"\x04lent\x18\x0e \x01(\v2\x17.kvport.v1.LendResponseH\x00R\x04lentB\b\n" +
 	"\x06result\"\xa7\x05\n" +
 	"\x04Open\x12#\n" +
 	"\x04side\x18\x01 \x01(\x0e2\x0f.kvport.v1.SideR\x04side\x12\x16\n" +
@@ -4053,10 +4224,11 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06blocks\x18\x02 \x01(\rR\x06blocks\x12(\n" +
 	"\x06groups\x18\x03 \x03(\v2\x10.kvport.v1.GroupR\x06groups\x12.\n" +
-	"\bsegments\x18\x04 \x03(\v2\x12.kvport.v1.SegmentR\bsegments\"W\n" +
+	"\bsegments\x18\x04 \x03(\v2\x12.kvport.v1.SegmentR\bsegments\"m\n" +
 	"\x06Opened\x129\n" +
 	"\fcapabilities\x18\x01 \x03(\x0e2\x15.kvport.v1.CapabilityR\fcapabilities\x12\x12\n" +
-	"\x04ring\x18\x02 \x01(\bR\x04ring\"F\n" +
+	"\x04ring\x18\x02 \x01(\bR\x04ring\x12\x14\n" +
+	"\x05lends\x18\x03 \x01(\rR\x05lends\"F\n" +
 	"\x06Blocks\x12\x12\n" +
 	"\x04keys\x18\x01 \x01(\fR\x04keys\x12\x10\n" +
 	"\x03ids\x18\x02 \x03(\x05R\x03ids\x12\x16\n" +
@@ -4121,7 +4293,16 @@ const file_kvport_v1_plugin_proto_rawDesc = "" +
 	"\x05loads\x18\x01 \x03(\v2\x13.kvport.v1.TransferR\x05loads\x12)\n" +
 	"\x05saves\x18\x02 \x03(\v2\x13.kvport.v1.TransferR\x05saves\"\x1f\n" +
 	"\x05Moved\x12\x16\n" +
-	"\x06placed\x18\x01 \x03(\rR\x06placed\"7\n" +
+	"\x06placed\x18\x01 \x03(\rR\x06placed\"v\n" +
+	"\vLendRequest\x12+\n" +
+	"\awritten\x18\x01 \x01(\v2\x11.kvport.v1.BlocksR\awritten\x12\x12\n" +
+	"\x04back\x18\x02 \x03(\x04R\x04back\x12\x12\n" +
+	"\x04used\x18\x03 \x03(\rR\x04used\x12\x12\n" +
+	"\x04want\x18\x04 \x01(\rR\x04want\"T\n" +
+	"\fLendResponse\x12\x14\n" +
+	"\x05slots\x18\x01 \x03(\rR\x05slots\x12\x16\n" +
+	"\x06serial\x18\x02 \x01(\x04R\x06serial\x12\x16\n" +
+	"\x06placed\x18\x03 \x03(\rR\x06placed\"7\n" +
 	"\rFinishRequest\x12&\n" +
 	"\x05ended\x18\x01 \x03(\v2\x10.kvport.v1.EndedR\x05ended\"w\n" +
 	"\x04Hold\x12\x0e\n" +
@@ -4241,7 +4422,7 @@ func file_kvport_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvport_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
-var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_kvport_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_kvport_v1_plugin_proto_goTypes = []any{
 	(Capability)(0),           // 0: kvport.v1.Capability
 	(Side)(0),                 // 1: kvport.v1.Side
@@ -4281,24 +4462,26 @@ var file_kvport_v1_plugin_proto_goTypes = []any{
 	(*Step)(nil),              // 35: kvport.v1.Step
 	(*Plan)(nil),              // 36: kvport.v1.Plan
 	(*Moved)(nil),             // 37: kvport.v1.Moved
-	(*FinishRequest)(nil),     // 38: kvport.v1.FinishRequest
-	(*Hold)(nil),              // 39: kvport.v1.Hold
-	(*FinishResponse)(nil),    // 40: kvport.v1.FinishResponse
-	(*ConsumedRequest)(nil),   // 41: kvport.v1.ConsumedRequest
-	(*ConsumedResponse)(nil),  // 42: kvport.v1.ConsumedResponse
-	(*RenewalsRequest)(nil),   // 43: kvport.v1.RenewalsRequest
-	(*RenewalsResponse)(nil),  // 44: kvport.v1.RenewalsResponse
-	(*ResetRequest)(nil),      // 45: kvport.v1.ResetRequest
-	(*ResetResponse)(nil),     // 46: kvport.v1.ResetResponse
-	(*StatsRequest)(nil),      // 47: kvport.v1.StatsRequest
-	(*Stat)(nil),              // 48: kvport.v1.Stat
-	(*StatsResponse)(nil),     // 49: kvport.v1.StatsResponse
-	(*EventsRequest)(nil),     // 50: kvport.v1.EventsRequest
-	(*BlockEvent)(nil),        // 51: kvport.v1.BlockEvent
-	(*EventsResponse)(nil),    // 52: kvport.v1.EventsResponse
-	(*Cancel)(nil),            // 53: kvport.v1.Cancel
-	(*Close)(nil),             // 54: kvport.v1.Close
-	(*Closed)(nil),            // 55: kvport.v1.Closed
+	(*LendRequest)(nil),       // 38: kvport.v1.LendRequest
+	(*LendResponse)(nil),      // 39: kvport.v1.LendResponse
+	(*FinishRequest)(nil),     // 40: kvport.v1.FinishRequest
+	(*Hold)(nil),              // 41: kvport.v1.Hold
+	(*FinishResponse)(nil),    // 42: kvport.v1.FinishResponse
+	(*ConsumedRequest)(nil),   // 43: kvport.v1.ConsumedRequest
+	(*ConsumedResponse)(nil),  // 44: kvport.v1.ConsumedResponse
+	(*RenewalsRequest)(nil),   // 45: kvport.v1.RenewalsRequest
+	(*RenewalsResponse)(nil),  // 46: kvport.v1.RenewalsResponse
+	(*ResetRequest)(nil),      // 47: kvport.v1.ResetRequest
+	(*ResetResponse)(nil),     // 48: kvport.v1.ResetResponse
+	(*StatsRequest)(nil),      // 49: kvport.v1.StatsRequest
+	(*Stat)(nil),              // 50: kvport.v1.Stat
+	(*StatsResponse)(nil),     // 51: kvport.v1.StatsResponse
+	(*EventsRequest)(nil),     // 52: kvport.v1.EventsRequest
+	(*BlockEvent)(nil),        // 53: kvport.v1.BlockEvent
+	(*EventsResponse)(nil),    // 54: kvport.v1.EventsResponse
+	(*Cancel)(nil),            // 55: kvport.v1.Cancel
+	(*Close)(nil),             // 56: kvport.v1.Close
+	(*Closed)(nil),            // 57: kvport.v1.Closed
 }
 var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	6,  // 0: kvport.v1.Error.code:type_name -> kvport.v1.ErrorCode
@@ -4312,74 +4495,77 @@ var file_kvport_v1_plugin_proto_depIdxs = []int32{
 	35, // 8: kvport.v1.SessionRequest.plan:type_name -> kvport.v1.Step
 	30, // 9: kvport.v1.SessionRequest.load:type_name -> kvport.v1.Transfer
 	30, // 10: kvport.v1.SessionRequest.save:type_name -> kvport.v1.Transfer
-	38, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
-	41, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
-	45, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
-	53, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
-	54, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
-	47, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
-	50, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
+	40, // 11: kvport.v1.SessionRequest.finish:type_name -> kvport.v1.FinishRequest
+	43, // 12: kvport.v1.SessionRequest.consumed:type_name -> kvport.v1.ConsumedRequest
+	47, // 13: kvport.v1.SessionRequest.reset:type_name -> kvport.v1.ResetRequest
+	55, // 14: kvport.v1.SessionRequest.cancel:type_name -> kvport.v1.Cancel
+	56, // 15: kvport.v1.SessionRequest.close:type_name -> kvport.v1.Close
+	49, // 16: kvport.v1.SessionRequest.stats:type_name -> kvport.v1.StatsRequest
+	52, // 17: kvport.v1.SessionRequest.events:type_name -> kvport.v1.EventsRequest
 	31, // 18: kvport.v1.SessionRequest.save_layers:type_name -> kvport.v1.SaveLayers
-	43, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
+	45, // 19: kvport.v1.SessionRequest.renewals:type_name -> kvport.v1.RenewalsRequest
 	30, // 20: kvport.v1.SessionRequest.reshape:type_name -> kvport.v1.Transfer
 	33, // 21: kvport.v1.SessionRequest.reshape_blocks:type_name -> kvport.v1.Reshape
 	32, // 22: kvport.v1.SessionRequest.load_layers:type_name -> kvport.v1.LoadLayers
-	9,  // 23: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
-	24, // 24: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
-	29, // 25: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
-	36, // 26: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
-	37, // 27: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
-	40, // 28: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
-	42, // 29: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
-	46, // 30: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
-	55, // 31: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
-	49, // 32: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
-	52, // 33: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
-	44, // 34: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
-	1,  // 35: kvport.v1.Open.side:type_name -> kvport.v1.Side
-	2,  // 36: kvport.v1.Open.role:type_name -> kvport.v1.Role
-	23, // 37: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
-	20, // 38: kvport.v1.Open.regions:type_name -> kvport.v1.Region
-	20, // 39: kvport.v1.Open.arena:type_name -> kvport.v1.Region
-	20, // 40: kvport.v1.Open.progress:type_name -> kvport.v1.Region
-	19, // 41: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
-	18, // 42: kvport.v1.Open.placement:type_name -> kvport.v1.Placement
-	4,  // 43: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
-	21, // 44: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
-	22, // 45: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
-	0,  // 46: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
-	26, // 47: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
-	28, // 48: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
-	25, // 49: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
-	30, // 50: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
-	30, // 51: kvport.v1.LoadLayers.transfer:type_name -> kvport.v1.Transfer
-	30, // 52: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
-	23, // 53: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
-	5,  // 54: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
-	25, // 55: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
-	26, // 56: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
-	30, // 57: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
-	30, // 58: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
-	34, // 59: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
-	30, // 60: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
-	30, // 61: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
-	34, // 62: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
-	39, // 63: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
-	48, // 64: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
-	8,  // 65: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
-	3,  // 66: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
-	51, // 67: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
-	10, // 68: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
-	13, // 69: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
-	15, // 70: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
-	11, // 71: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
-	14, // 72: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
-	16, // 73: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
-	71, // [71:74] is the sub-list for method output_type
-	68, // [68:71] is the sub-list for method input_type
-	68, // [68:68] is the sub-list for extension type_name
-	68, // [68:68] is the sub-list for extension extendee
-	0,  // [0:68] is the sub-list for field type_name
+	38, // 23: kvport.v1.SessionRequest.lend:type_name -> kvport.v1.LendRequest
+	9,  // 24: kvport.v1.SessionResponse.error:type_name -> kvport.v1.Error
+	24, // 25: kvport.v1.SessionResponse.opened:type_name -> kvport.v1.Opened
+	29, // 26: kvport.v1.SessionResponse.match:type_name -> kvport.v1.MatchResponse
+	36, // 27: kvport.v1.SessionResponse.plan:type_name -> kvport.v1.Plan
+	37, // 28: kvport.v1.SessionResponse.moved:type_name -> kvport.v1.Moved
+	42, // 29: kvport.v1.SessionResponse.finish:type_name -> kvport.v1.FinishResponse
+	44, // 30: kvport.v1.SessionResponse.consumed:type_name -> kvport.v1.ConsumedResponse
+	48, // 31: kvport.v1.SessionResponse.reset:type_name -> kvport.v1.ResetResponse
+	57, // 32: kvport.v1.SessionResponse.closed:type_name -> kvport.v1.Closed
+	51, // 33: kvport.v1.SessionResponse.stats:type_name -> kvport.v1.StatsResponse
+	54, // 34: kvport.v1.SessionResponse.events:type_name -> kvport.v1.EventsResponse
+	46, // 35: kvport.v1.SessionResponse.renewals:type_name -> kvport.v1.RenewalsResponse
+	39, // 36: kvport.v1.SessionResponse.lent:type_name -> kvport.v1.LendResponse
+	1,  // 37: kvport.v1.Open.side:type_name -> kvport.v1.Side
+	2,  // 38: kvport.v1.Open.role:type_name -> kvport.v1.Role
+	23, // 39: kvport.v1.Open.layout:type_name -> kvport.v1.Layout
+	20, // 40: kvport.v1.Open.regions:type_name -> kvport.v1.Region
+	20, // 41: kvport.v1.Open.arena:type_name -> kvport.v1.Region
+	20, // 42: kvport.v1.Open.progress:type_name -> kvport.v1.Region
+	19, // 43: kvport.v1.Open.ring:type_name -> kvport.v1.Ring
+	18, // 44: kvport.v1.Open.placement:type_name -> kvport.v1.Placement
+	4,  // 45: kvport.v1.Group.policy:type_name -> kvport.v1.Policy
+	21, // 46: kvport.v1.Layout.groups:type_name -> kvport.v1.Group
+	22, // 47: kvport.v1.Layout.segments:type_name -> kvport.v1.Segment
+	0,  // 48: kvport.v1.Opened.capabilities:type_name -> kvport.v1.Capability
+	26, // 49: kvport.v1.MatchRequest.queries:type_name -> kvport.v1.Query
+	28, // 50: kvport.v1.MatchResponse.matches:type_name -> kvport.v1.Match
+	25, // 51: kvport.v1.Transfer.blocks:type_name -> kvport.v1.Blocks
+	30, // 52: kvport.v1.SaveLayers.transfer:type_name -> kvport.v1.Transfer
+	30, // 53: kvport.v1.LoadLayers.transfer:type_name -> kvport.v1.Transfer
+	30, // 54: kvport.v1.Reshape.transfer:type_name -> kvport.v1.Transfer
+	23, // 55: kvport.v1.Reshape.layout:type_name -> kvport.v1.Layout
+	5,  // 56: kvport.v1.Ended.reason:type_name -> kvport.v1.Reason
+	25, // 57: kvport.v1.Ended.blocks:type_name -> kvport.v1.Blocks
+	26, // 58: kvport.v1.Step.arrived:type_name -> kvport.v1.Query
+	30, // 59: kvport.v1.Step.admitted:type_name -> kvport.v1.Transfer
+	30, // 60: kvport.v1.Step.computed:type_name -> kvport.v1.Transfer
+	34, // 61: kvport.v1.Step.ended:type_name -> kvport.v1.Ended
+	30, // 62: kvport.v1.Plan.loads:type_name -> kvport.v1.Transfer
+	30, // 63: kvport.v1.Plan.saves:type_name -> kvport.v1.Transfer
+	25, // 64: kvport.v1.LendRequest.written:type_name -> kvport.v1.Blocks
+	34, // 65: kvport.v1.FinishRequest.ended:type_name -> kvport.v1.Ended
+	41, // 66: kvport.v1.FinishResponse.holds:type_name -> kvport.v1.Hold
+	50, // 67: kvport.v1.StatsResponse.stats:type_name -> kvport.v1.Stat
+	8,  // 68: kvport.v1.BlockEvent.kind:type_name -> kvport.v1.BlockEventKind
+	3,  // 69: kvport.v1.BlockEvent.scope:type_name -> kvport.v1.Scope
+	53, // 70: kvport.v1.EventsResponse.events:type_name -> kvport.v1.BlockEvent
+	10, // 71: kvport.v1.Plugin.Describe:input_type -> kvport.v1.DescribeRequest
+	13, // 72: kvport.v1.Plugin.Heartbeat:input_type -> kvport.v1.HeartbeatRequest
+	15, // 73: kvport.v1.Plugin.Session:input_type -> kvport.v1.SessionRequest
+	11, // 74: kvport.v1.Plugin.Describe:output_type -> kvport.v1.DescribeResponse
+	14, // 75: kvport.v1.Plugin.Heartbeat:output_type -> kvport.v1.HeartbeatResponse
+	16, // 76: kvport.v1.Plugin.Session:output_type -> kvport.v1.SessionResponse
+	74, // [74:77] is the sub-list for method output_type
+	71, // [71:74] is the sub-list for method input_type
+	71, // [71:71] is the sub-list for extension type_name
+	71, // [71:71] is the sub-list for extension extendee
+	0,  // [0:71] is the sub-list for field type_name
 }
 
 func init() { file_kvport_v1_plugin_proto_init() }
@@ -4405,6 +4591,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionRequest_Reshape)(nil),
 		(*SessionRequest_ReshapeBlocks)(nil),
 		(*SessionRequest_LoadLayers)(nil),
+		(*SessionRequest_Lend)(nil),
 	}
 	file_kvport_v1_plugin_proto_msgTypes[7].OneofWrappers = []any{
 		(*SessionResponse_Opened)(nil),
@@ -4418,6 +4605,7 @@ func file_kvport_v1_plugin_proto_init() {
 		(*SessionResponse_Stats)(nil),
 		(*SessionResponse_Events)(nil),
 		(*SessionResponse_Renewals)(nil),
+		(*SessionResponse_Lent)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -4425,7 +4613,7 @@ func file_kvport_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvport_v1_plugin_proto_rawDesc), len(file_kvport_v1_plugin_proto_rawDesc)),
 			NumEnums:      9,
-			NumMessages:   47,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -66,6 +66,32 @@ func TestLendAndSweep(t *testing.T) {
 	}
 }
 
+// TestLentAhead plays every order of a host that writes into a slot which was lent ahead, and of a plugin that takes note of it and evicts
+// it, dies, takes the slot back, or is reset.
+func TestLentAhead(t *testing.T) {
+	played := func(name string, build func() (*scene, error)) {
+		orders, err := explore(build)
+		require.NoError(t, err, name)
+		require.Positive(t, orders, name)
+		t.Logf("%s: %d orders", name, orders)
+	}
+	played("evicted", evicted)
+	played("reset", forgotten)
+	for halves := range 3 {
+		played("died", died(halves, true))
+		played("given back", returned(halves, false))
+	}
+	for halves := 1; halves < 3; halves++ {
+		for name, build := range map[string]func() (*scene, error){
+			"the next life does not wait": died(halves, false), "the plugin takes the slot back while it is lent": returned(halves, true),
+		} {
+			_, err := explore(build)
+			require.Error(t, err, name)
+			t.Log(name, err)
+		}
+	}
+}
+
 // TestStoreBuffers: the orders of rule PLACE-04 need stores that others see before the load that follows. With the plain
 // stores of either end, which amd64 keeps in a buffer for a while, a slot is written while it is read.
 func TestStoreBuffers(t *testing.T) {
