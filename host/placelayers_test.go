@@ -287,27 +287,91 @@ func (w *powerfulWorker) LoadPlaced(context.Context, *connector.Transfer, *conne
 	return nil, nil
 }
 
+// newWorkersRig is a host whose engine takes layers as they come, and whose connector has these worker sides, one for each rank, and has placed
+// nothing yet.
+func newWorkersRig(t *testing.T, trust Trust, workers ...connector.Worker) *aloneRig {
+	t.Helper()
+	o := rigOptions{ranks: len(workers), settings: map[string]any{"trust": string(trust)}}
+	cfg, eng, opts := o.build(t)
+	takesLayers(&opts)
+	opts.Workers = func([]*Region, connector.Layout) ([]connector.Worker, error) { return workers, nil }
+	h := newHost(cfg, eng, opts)
+	require.NoError(t, errors.Join(h.identify(), h.openRanks()))
+	g, err := h.startWorkers()
+	require.NoError(t, err)
+	h.place = newPlacement(&h.eng.Layout, h.eng.Shape, len(h.ranks), nil)
+	h.begin(g)
+	r := &aloneRig{
+		rig:    &rig{Host: h, t: t, ranks: eng.Ranks},
+		placed: &placedRig{T: t, p: h.place, ranks: h.ranks, arena: make([]byte, 1<<18)},
+	}
+	for _, rank := range h.ranks {
+		r.kvs = append(r.kvs, rank.kv)
+	}
+	r.placed.life()
+	return r
+}
+
 // Where the engine takes layers of what the host places, a plugin that brings layers, too, does so in place. At trust level staged it is asked
 // for whole loads: it fills landing memory, and knows no block of the cache.
 func TestStagedLoadsOfAPlacerAreWhole(t *testing.T) {
 	for trust, layers := range map[Trust]int64{TrustInPlace: 1, TrustStaged: 0} {
 		t.Run(string(trust), func(t *testing.T) {
-			o := rigOptions{settings: map[string]any{"trust": string(trust)}}
-			cfg, eng, opts := o.build(t)
-			takesLayers(&opts)
 			w := &powerfulWorker{}
-			opts.Workers = func([]*Region, connector.Layout) ([]connector.Worker, error) { return []connector.Worker{w}, nil }
-			h := newHost(cfg, eng, opts)
-			require.NoError(t, errors.Join(h.identify(), h.openRanks()))
-			g, err := h.startWorkers()
-			require.NoError(t, err)
-			h.place = newPlacement(&h.eng.Layout, h.eng.Shape, len(h.ranks), nil)
-			h.begin(g)
-			r := &rig{Host: h, t: t, ranks: eng.Ranks}
+			r := newWorkersRig(t, trust, w)
 			require.Len(t, r.load("a", keys(1, 2), 8).Failed, 2, "what it says that it brought is not what was saved")
 			require.Equal(t, layers, w.layers.Load())
 			require.Equal(t, 1-layers, w.loads.Load())
 			require.NoError(t, r.closeNow())
 		})
 	}
+}
+
+// slowLoader brings blocks from eight places before theirs, announces the first layer, and answers when the gate is open.
+type slowLoader struct {
+	powerfulWorker
+	gate chan struct{}
+}
+
+// LoadLayers implements connector.LayerLoader.
+func (w *slowLoader) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	for _, b := range t.Blocks {
+		for _, s := range kv.Segments(b.Group) {
+			copy(kv.View(s, b.ID), kv.View(s, b.ID-8))
+		}
+	}
+	arrived.Advance(1)
+	select {
+	case <-w.gate:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// One rank's blocks are placed, and a plugin brings those of the other layer by layer: the engine learns of a layer when both have it, whether
+// the host has said so of its own or is done with them.
+func TestOneRankIsPlaced(t *testing.T) {
+	w, slow := &powerfulWorker{}, &slowLoader{gate: make(chan struct{})}
+	r := newWorkersRig(t, TrustInPlace, w, slow)
+	ks := keys(1, 3)
+	bs := blocksOf(ks, 0)
+	r.fill(bs)
+	for _, rank := range r.Host.ranks {
+		for _, b := range bs {
+			require.NoError(t, rank.hasher.Make(rank.kv, b))
+		}
+	}
+	r.placed.save(0, bs...)
+	to := transfer("a", ks, 8)
+	r.send(&connector.Step{Admitted: []connector.Transfer{to}})
+	arriving := r.next(Arriving)
+	close(slow.gate)
+	require.Empty(t, r.next(Loaded).Failed)
+	require.True(t, r.same(to.Blocks))
+	require.NoError(t, connector.AwaitLayers(t.Context(), arriving.Layers, r.layers))
+	require.Zero(t, w.layers.Load()+w.loads.Load())
+	require.InDelta(t, 3, testutil.ToFloat64(r.Host.metrics.placed), 0)
+	require.InDelta(t, 3, testutil.ToFloat64(r.Host.metrics.byLayer), 0)
+	require.NoError(t, r.closeNow())
 }
