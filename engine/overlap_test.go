@@ -143,6 +143,24 @@ func TestOverlapLate(t *testing.T) {
 	}
 }
 
+// Where a load that fails ends its request, none is used before its end, so each keeps its second attempt: the gate, which only loads layer by
+// layer wait for, never opens.
+func TestNoOverlapWhereLoadsMustNotFail(t *testing.T) {
+	cfg := simConfig(t)
+	reqs := prompts()
+	want := tokensOf(start(t, cfg).ask(t, reqs, 1))
+	p, d := overlappingAs(t, cfg, fmt.Sprintf(`, "gate": %q`, filepath.Join(t.TempDir(), "gate")), func(c Config) Config {
+		c.Connector.FailurePolicy = host.PolicyFail
+		return c
+	})
+	got := d.ask(t, prefill(t, p, reqs), 1)
+	require.Equal(t, want, tokensOf(got))
+	require.Positive(t, external(got))
+	released(t, p)
+	requireIdle(t, d)
+	require.Zero(t, d.metric(t, "kvport_overlapped_chunks_total", ""))
+}
+
 // hookedRanks is hooked for a model that is spread over ranks.
 type hookedRanks struct {
 	model.Model
