@@ -40,7 +40,7 @@ type loop struct {
 	kept     time.Time                                  // when the connector was last asked about all queued requests that have a ticket
 	saving   uint64                                     // the step whose layers are saved while it is computed
 	arriving map[connector.RequestID]connector.Progress // of loads whose layers are verified one by one
-	noEarly  atomic.Int64                               // Unix time in ns: until then no other load is used before its end
+	noEarly  atomic.Pointer[time.Time]                  // until then no other load is used before its end
 	logits   [][]float32                                // one for each place in the largest batch so far
 	sampled  []int32
 }

@@ -32,7 +32,10 @@ func (l *loop) arrives(ev *host.Event) {
 }
 
 // early says whether another load would be used before its end. Any goroutine may ask.
-func (l *loop) early() bool { return time.Now().UnixNano() >= l.noEarly.Load() }
+func (l *loop) early() bool {
+	t := l.noEarly.Load()
+	return t == nil || !time.Now().Before(*t)
+}
 
 // overlapped computes chunks, without those whose layers do not come, and returns the ones that it has computed.
 func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
@@ -59,7 +62,8 @@ func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
 		waited += time.Since(began)
 	}
 	if patience.Err() != nil || slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return !c.Early }) {
-		l.noEarly.Store(time.Now().Add(rest * waited).UnixNano())
+		rested := time.Now().Add(rest * waited)
+		l.noEarly.Store(&rested)
 	}
 	if errors.Is(err, errNotArrived) {
 		if chunks = l.sched.Postpone(); len(chunks) == 0 {

@@ -183,11 +183,13 @@ func (h *hookedRanks) ForwardRanks(batch *model.Batch, ranks []*connector.KV) er
 // A load that begins to arrive soon after another one was too slow is not used before its end.
 func TestOverlapRests(t *testing.T) {
 	l := &loop{arriving: map[connector.RequestID]connector.Progress{}, sched: sched.New(sched.Config{BlockTokens: 16, Groups: 1, Trailing: []int{0}, MaxBatchedTokens: 16, MaxSeqs: 1}, nil)}
-	l.noEarly.Store(time.Now().Add(time.Hour).UnixNano())
+	now := time.Now()
+	later := now.Add(time.Hour)
+	l.noEarly.Store(&later)
 	require.False(t, l.early(), "the host need not say which layers have come")
 	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
 	require.Empty(t, l.arriving)
-	l.noEarly.Store(time.Now().UnixNano())
+	l.noEarly.Store(&now)
 	require.True(t, l.early())
 	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
 	require.Len(t, l.arriving, 1)

@@ -99,11 +99,13 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 // them while others go on.
 func (b *Tracker) whole(c *call) {
 	o := c.op
-	if !c.overlap || o.canceled || !slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) {
+	if !c.overlap || o.canceled {
 		return
 	}
 	c.layers = b.cfg.Layers
-	b.tellLayers(o)
+	if slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) { // else its end is told, or another call is still to start
+		b.tellLayers(o)
+	}
 }
 
 // tellLayers tells the engine how many layers all calls of a load have, if that is news and nothing has failed.

@@ -161,6 +161,28 @@ func TestEndOfASilentCall(t *testing.T) {
 	b.quiet()
 	b.done(moves[2], Outcome{})
 	require.Equal(t, 1, b.event().Layers)
+
+	b = newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap, c.Slots, c.Placed = 1, 2, true, 8, true })
+	b.start(Load, 7)
+	moves = all[Move](b)
+	require.Len(t, moves, 3, "six blocks have slots of landing memory, the last waits")
+	b.done(moves[0], Outcome{})
+	last := one[Move](b)
+	b.done(moves[1], Outcome{})
+	b.done(moves[2], Outcome{})
+	b.quiet()
+	b.got(b.Verified(b.now, last.ID, 1))
+	require.Equal(t, 1, b.event().Layers)
+
+	b = overlapped(t, 2)
+	b.start(Load, 1)
+	moves = all[Move](b)
+	b.done(moves[0], Outcome{Err: connector.ErrBusy})
+	b.done(moves[1], Outcome{})
+	b.quiet()
+	b.after(b.cfg.BackoffMax)
+	b.got(b.Verified(b.now, one[Move](b).ID, 2))
+	require.Equal(t, 2, b.event().Layers, "it was over when the other waited to be tried again")
 }
 
 // Rule OVERLAP-03: what the engine may be reading is not loaded again, neither after ErrBusy nor by the next process.
