@@ -1,6 +1,7 @@
 package plugin
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -227,28 +228,49 @@ func (r *runner) kill() {
 	}
 }
 
-// answerLimit is how long a process that hangs may take to say where.
-const answerLimit = time.Second
+// A process that hangs may take answerLooks times answerPause to say where: on a busy machine it takes a while until it runs.
+const (
+	answerPause = time.Second
+	answerLooks = 10
+)
 
 // ask has a process that hangs say where, by SIGQUIT: a Go program writes the stacks of its goroutines to standard error and
 // ends. It gives what the process has written since, and reports whether it lived.
 func (r *runner) ask() (said []string, lived bool) {
 	r.mu.Lock()
-	if lived = r.pid != 0 && !r.gone; lived {
+	pid := r.pid
+	if lived = pid != 0 && !r.gone; lived {
 		r.asked = true
 		r.lines.ask()
-		_ = unix.Prlimit(r.pid, unix.RLIMIT_CORE, &unix.Rlimit{}, nil) // a program that does not know the signal leaves no file
-		_ = unix.Kill(r.pid, unix.SIGQUIT)
+		_ = unix.Prlimit(pid, unix.RLIMIT_CORE, &unix.Rlimit{}, nil) // a program that does not know the signal leaves no file
+		_ = unix.Kill(pid, unix.SIGQUIT)
 	}
 	r.mu.Unlock()
 	if !lived {
 		return nil, false
 	}
-	select {
-	case <-r.lines.ended:
-	case <-time.After(answerLimit): // it is stopped, or does something else with the signal
+	for looks, before := 0, 0; looks < answerLooks; looks++ {
+		select {
+		case <-r.lines.ended:
+			return r.lines.answer(), true
+		case <-time.After(answerPause):
+		}
+		n := len(r.lines.answer())
+		if n > 0 && n == before || isStopped(pid) {
+			break // it has said all and goes on, or says nothing
+		}
+		before = n
 	}
 	return r.lines.answer(), true
+}
+
+// isStopped reports whether a process is stopped, as by SIGSTOP.
+func isStopped(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return false
+	}
+	return strings.HasPrefix(string(stat[bytes.LastIndexByte(stat, ')')+1:]), " T")
 }
 
 // status is how the process ended; nil before and after a clean exit.
