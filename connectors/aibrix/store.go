@@ -41,7 +41,7 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	if err != nil {
 		return nil, err
 	}
-	return &Store{Store: store, near: store, far: far}, nil
+	return &Store{Store: store, Near: tier.Near{Memory: store}, far: far}, nil
 }
 
 // Capabilities are the optional powers of a Store. Without L1 nothing is placed.
@@ -50,8 +50,8 @@ const Capabilities = connector.CanStat | connector.CanPlace
 // Store is a connector.Store over L1 and L2.
 type Store struct {
 	connector.Store
-	near *tier.Store   // nil without L1
-	far  *remote.Store // nil without L2
+	tier.Near
+	far *remote.Store // nil without L2
 }
 
 // StatInfos declares what Stats gives.
@@ -59,51 +59,13 @@ func StatInfos() []connector.StatInfo { return append(tier.Infos(), remote.Infos
 
 // Stats implements connector.StatsSource.
 func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
-	if s.near != nil {
-		stats = s.near.Values()
+	if s.Memory != nil {
+		stats = s.Memory.Values()
 	}
 	if s.far != nil {
 		stats = append(stats, s.far.Stats().Values()...)
 	}
 	return stats, nil
-}
-
-// Placed implements sdk.Placing.
-func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
-	if s.near == nil {
-		return nil
-	}
-	return s.near.Placed(keys)
-}
-
-// Used implements sdk.Placing.
-func (s *Store) Used(slots []uint32) {
-	if s.near != nil {
-		s.near.Used(slots)
-	}
-}
-
-// Lends implements sdk.Lending.
-func (s *Store) Lends() int {
-	if s.near == nil {
-		return 0
-	}
-	return s.near.Lends()
-}
-
-// Lend implements sdk.Lending.
-func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
-	if s.near == nil {
-		return nil, 0
-	}
-	return s.near.Lend(n)
-}
-
-// Back implements sdk.Lending.
-func (s *Store) Back(serials []uint64) {
-	if s.near != nil {
-		s.near.Back(serials)
-	}
 }
 
 // ahead is how many blocks of a matched prompt are fetched from L2 before they are asked for.

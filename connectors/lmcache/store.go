@@ -39,7 +39,7 @@ func Open(ctx context.Context, env connector.Env, config Config) (connector.Stor
 	if err != nil {
 		return nil, err
 	}
-	out.Store, out.near, out.values = store, store, append(out.values, store.Values)
+	out.Store, out.Memory, out.values = store, store, append(out.values, store.Values)
 	return out, nil
 }
 
@@ -106,7 +106,7 @@ const Capabilities = connector.CanStat | connector.CanPlace
 // Store is a connector.Store over the tiers, whose hits end with a whole chunk.
 type Store struct {
 	connector.Store
-	near   *tier.Store               // nil without a memory tier
+	tier.Near
 	piece  int                       // blocks
 	values []func() []connector.Stat // of each tier
 }
@@ -122,44 +122,6 @@ func (s *Store) Stats(context.Context) (stats []connector.Stat, err error) {
 		stats = append(stats, values()...)
 	}
 	return stats, nil
-}
-
-// Placed implements sdk.Placing.
-func (s *Store) Placed(keys []connector.StoreKey) []uint32 {
-	if s.near == nil {
-		return nil
-	}
-	return s.near.Placed(keys)
-}
-
-// Used implements sdk.Placing.
-func (s *Store) Used(slots []uint32) {
-	if s.near != nil {
-		s.near.Used(slots)
-	}
-}
-
-// Lends implements sdk.Lending.
-func (s *Store) Lends() int {
-	if s.near == nil {
-		return 0
-	}
-	return s.near.Lends()
-}
-
-// Lend implements sdk.Lending.
-func (s *Store) Lend(n int) (slots []uint32, serial uint64) {
-	if s.near == nil {
-		return nil, 0
-	}
-	return s.near.Lend(n)
-}
-
-// Back implements sdk.Lending.
-func (s *Store) Back(serials []uint64) {
-	if s.near != nil {
-		s.near.Back(serials)
-	}
 }
 
 // Lookup implements connector.Store.
