@@ -538,6 +538,7 @@ async def serve() -> None:
     print(f"1|{PROTOCOL}|unix|{socket}|grpc|{certificate}", flush=True)
     await plugin.stopped.wait()
     await server.stop(grace=1)
+    os._exit(0)  # threads of grpc now and then keep the interpreter from ending
 
 
 class HostFormat(logging.Formatter):
