@@ -151,7 +151,7 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Layers
 	case OverlapOneRank:
 		return o.Overlap && o.Ranks > 1
-	case AloneUnchecked:
+	case AloneUnchecked, AloneAgain:
 		return o.Placed
 	case OverlapUnchecked, OverlapRetried, OverlapEndUnchecked, OverlapLayerEarly:
 		return o.Overlap
