@@ -170,7 +170,9 @@ func (p *placement) pieces(blocks []connector.Block, cores int) (ends []int) {
 func (c *copying) copyLayers(ctx context.Context, from, to int) bool {
 	segments := make([][]int, len(c.layout.Groups))
 	for g := range segments {
-		segments[g] = c.r.kv.Between(uint16(g), from, to)
+		if segments[g] = c.r.kv.Between(uint16(g), from, to); from == 0 && to >= c.layout.Layers() {
+			segments[g] = c.r.kv.Segments(uint16(g)) // all of them, also where no segment has a layer
+		}
 	}
 	return c.r.shareWith(ctx, len(c.blocks), func(i int) {
 		if c.errs[i] == nil {
