@@ -17,11 +17,10 @@ func TestPlacedHitsByLayer(t *testing.T) {
 	kvport := binaries(t)
 	var client cluster.Client
 	const model, clients = "sim:layers=8,bytes=4096", 2 // half a MiB for each block on each rank
-	n := 4
+	prompts := make([]string, 4)
 	if os.Getenv("KVPORT_SOAK") != "" {
-		n = 16
+		prompts = make([]string, 16)
 	}
-	prompts := make([]string, n)
 	for i := range prompts {
 		prompts[i] = text(i, 16*(8+i%8)+3)
 	}

@@ -161,12 +161,12 @@ func TestLayersPluginKilled(t *testing.T) {
 }
 
 // wideBytes is the size of a layer of a block in an engine whose loads are large.
-const wideBytes = 128 << 10
+const wideBytes = 256 << 10
 
 // wideAt is rankAt for such an engine.
 func wideAt(rank, world int) *wire.Attach {
 	a := rankAt(rank, world)
-	a.Layout.Blocks = 24
+	a.Layout.Blocks = 48 // at trust level staged a load of a quarter of them is one part
 	for i := range a.Layout.Segments {
 		a.Layout.Segments[i].Offset, a.Layout.Segments[i].BlockStride, a.Layout.Segments[i].Bytes = int64(i)*wideBytes, segments*wideBytes, wideBytes
 	}
@@ -194,7 +194,7 @@ func TestLayersOfPlacedLoads(t *testing.T) {
 				w.attached()
 			}
 			s := scheduler(t, o.socket)
-			hs := hashes("a", 8)
+			hs := hashes("a", 12)
 			from, to := blocksOf(hs, 0), blocksOf(hs, 16)
 			for rank, w := range ranks {
 				for i, data := 0, w.wide(from); i < len(data); i++ {
@@ -203,7 +203,7 @@ func TestLayersOfPlacedLoads(t *testing.T) {
 			}
 			s.step(&connector.Step{ID: 1, Computed: []connector.Transfer{transfer("saved", hs, 0)}})
 			require.Empty(t, s.event(saved, "saved").GetFailed())
-			for try, heard := 1, false; !heard; try++ { // a load may be over before anybody can be told of a layer
+			for try, heard := 1, false; !heard; try++ { // a load may be over before anybody can be told about a layer
 				require.Less(t, try, 200, "no rank has heard of a layer")
 				id := fmt.Sprintf("load %d", try)
 				for _, w := range ranks {
