@@ -41,6 +41,7 @@ type loop struct {
 	saving   uint64                                     // the step whose layers are saved while it is computed
 	arriving map[connector.RequestID]connector.Progress // of loads whose layers are verified one by one
 	noEarly  atomic.Pointer[time.Time]                  // until then no other load is used before its end
+	full     atomic.Bool                                // the batch has no place for a request whose KV arrives
 	logits   [][]float32                                // one for each place in the largest batch so far
 	sampled  []int32
 }
@@ -201,6 +202,7 @@ func (l *loop) tickets() []sched.Question {
 // step carries out one step of the schedule. It reports whether anything was computed.
 func (l *loop) step() bool {
 	chunks, st := l.sched.Schedule()
+	l.full.Store(len(chunks) >= l.e.cfg.MaxSeqs)
 	l.watchLayers(st)
 	l.tell(st) // loads start while the model computes
 	if len(chunks) > 0 {

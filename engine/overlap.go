@@ -24,7 +24,7 @@ const rest = 10
 
 // arrives has a load used from its first layers on.
 func (l *loop) arrives(ev *host.Event) {
-	if !l.early() {
+	if l.rests() {
 		return
 	}
 	l.arriving[ev.Request] = ev.Layers
@@ -32,9 +32,12 @@ func (l *loop) arrives(ev *host.Event) {
 }
 
 // early says whether another load would be used before its end. Any goroutine may ask.
-func (l *loop) early() bool {
+func (l *loop) early() bool { return !l.full.Load() && !l.rests() }
+
+// rests says whether a load was so slow, a moment ago, that no other is used before its end.
+func (l *loop) rests() bool {
 	t := l.noEarly.Load()
-	return t == nil || !time.Now().Before(*t)
+	return t != nil && time.Now().Before(*t)
 }
 
 // overlapped computes chunks, without those whose layers do not come, and returns the ones that it has computed.

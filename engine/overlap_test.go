@@ -191,6 +191,8 @@ func TestOverlapRests(t *testing.T) {
 	require.Empty(t, l.arriving)
 	l.noEarly.Store(&now)
 	require.True(t, l.early())
+	l.full.Store(true)
+	require.False(t, l.early(), "the batch has no place")
 	l.arrives(&host.Event{Request: "a", Layers: &connector.LayerCount{}})
 	require.Len(t, l.arriving, 1)
 }

@@ -212,9 +212,10 @@ func (c *copying) right() bool {
 	return !slices.ContainsFunc(c.errs, func(err error) bool { return err != nil })
 }
 
-// layersOf gives what tells the engine of the layers of a load, nil if it does not want to know. over ends that, when all was told.
+// layersOf gives what tells the engine of the layers of a load, nil if it does not want to know, or if the request would fail for a load
+// without a second attempt. over ends that, when all was told.
 func (h *Host) layersOf(a *tracker.Move) (arrived connector.Arrivals, over func()) {
-	if h.place == nil || !a.Overlap || !h.opts.Overlap(a.Step, a.Transfer.Request) {
+	if !h.place.open() || !a.Overlap || h.cfg.FailurePolicy == PolicyFail || !h.opts.Overlap(a.Step, a.Transfer.Request) {
 		return nil, func() {}
 	}
 	count := &connector.LayerCount{}

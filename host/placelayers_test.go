@@ -231,6 +231,80 @@ func TestPlacedLayersAreTakenBack(t *testing.T) {
 	require.False(t, slices.ContainsFunc(r.seen, func(e Event) bool { return e.Kind == Arriving }))
 }
 
+// Where a load that fails ends its request, one from slots keeps its second attempt: the engine learns of no layer, and the load is a plugin's.
+func TestNoPlacedLayersWhereLoadsMustNotFail(t *testing.T) {
+	r := newAloneRigWith(t, 0, 1, takesLayers)
+	r.Host.cfg.FailurePolicy = PolicyFail
+	r.place.piece = 1
+	ks := keys(1, 3)
+	r.keep(ks)
+	r.placed.shelf.Bytes(place.Slot(2), 1024)[600] ^= 1 // in the second layer
+	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
+	require.Eventually(t, func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.alone) == 0
+	}, time.Minute, time.Millisecond)
+	require.Equal(t, 1, r.Health().Pending, "the next plugin may bring it")
+	require.NoError(t, r.closeNow())
+	require.False(t, slices.ContainsFunc(r.seen, func(e Event) bool { return e.Kind == Arriving }))
+}
+
+// gatedWorker brings blocks from eight places before theirs, announces the first layer when told to, and ends when told to.
+type gatedWorker struct {
+	powerfulWorker
+	called, announce, end chan struct{}
+}
+
+// LoadLayers implements connector.LayerLoader.
+func (w *gatedWorker) LoadLayers(_ context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
+	close(w.called)
+	bring(t, kv, 8)
+	<-w.announce
+	arrived.Advance(1)
+	<-w.end
+	return nil
+}
+
+// Rule PLACE-36: the layer that one rank has announced and taken back, since a later one is damaged, does not count when the other rank gets that
+// far, as long as the plugin is writing those blocks.
+func TestTakenBackLayersAreNotTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		workers := make([]*gatedWorker, 2)
+		for i := range workers {
+			workers[i] = &gatedWorker{called: make(chan struct{}), announce: make(chan struct{}), end: make(chan struct{})}
+		}
+		r := newWorkersRig(t, TrustInPlace, workers[0], workers[1])
+		r.place.piece = 1
+		ks := keys(1, 3)
+		bs := blocksOf(ks, 0)
+		r.fill(bs)
+		for _, rank := range r.Host.ranks {
+			for _, b := range bs {
+				require.NoError(t, rank.hasher.Make(rank.kv, b))
+			}
+		}
+		r.placed.save(0, bs...)
+		r.placed.shelf.Bytes(place.Slot(2), 1024)[600] ^= 1 // in the second layer
+		r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
+		<-workers[0].called // the first rank's plugin is asked, after its first layer was announced
+		<-workers[1].called
+		close(workers[1].announce)
+		synctest.Wait()
+		select {
+		case e := <-r.Events():
+			require.Fail(t, "the engine was told", "%+v", e)
+		default:
+		}
+		close(workers[0].announce)
+		close(workers[0].end)
+		close(workers[1].end)
+		require.Empty(t, r.next(Loaded).Failed)
+		require.True(t, r.same(blocksOf(ks, 8)))
+		require.NoError(t, r.closeNow())
+	})
+}
+
 // The engine learns of the layers of what the host loads by itself, and of its end: well, or with the blocks that failed.
 func TestEngineLearnsOfPlacedLayers(t *testing.T) {
 	r := newAloneRigWith(t, 0, 1, takesLayers)
@@ -327,6 +401,15 @@ func TestStagedLoadsOfAPlacerAreWhole(t *testing.T) {
 	}
 }
 
+// bring fills blocks with those that lie some places before them.
+func bring(t *connector.Transfer, kv *connector.KV, places connector.BlockID) {
+	for _, b := range t.Blocks {
+		for _, s := range kv.Segments(b.Group) {
+			copy(kv.View(s, b.ID), kv.View(s, b.ID-places))
+		}
+	}
+}
+
 // slowLoader brings blocks from eight places before theirs, announces the first layer, and answers when the gate is open.
 type slowLoader struct {
 	powerfulWorker
@@ -335,11 +418,7 @@ type slowLoader struct {
 
 // LoadLayers implements connector.LayerLoader.
 func (w *slowLoader) LoadLayers(ctx context.Context, t *connector.Transfer, kv *connector.KV, arrived connector.Arrivals) error {
-	for _, b := range t.Blocks {
-		for _, s := range kv.Segments(b.Group) {
-			copy(kv.View(s, b.ID), kv.View(s, b.ID-8))
-		}
-	}
+	bring(t, kv, 8)
 	arrived.Advance(1)
 	select {
 	case <-w.gate:

@@ -156,7 +156,7 @@ func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tr
 	}
 	arrived, told := h.layersOf(a)
 	did := h.place.loadLayers(ctx, r, a.Rank, a.Check, arrived)
-	told()
+	told() // before anything is taken back: what is told later would count again
 	late := ctx.Err()
 	if did.whole {
 		late = nil

@@ -151,8 +151,10 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Layers
 	case OverlapOneRank:
 		return o.Overlap && o.Ranks > 1
-	case AloneUnchecked, AloneAgain:
+	case AloneUnchecked:
 		return o.Placed
+	case AloneAgain:
+		return o.Placed && o.Overlap
 	case OverlapUnchecked, OverlapRetried, OverlapEndUnchecked, OverlapLayerEarly:
 		return o.Overlap
 	default:
