@@ -127,7 +127,7 @@ func TestPlacedLayersFail(t *testing.T) {
 		damaged bool
 		says    error
 	}{
-		"damaged": {func(r *placedRig, b connector.Block, slot uint32) {
+		"damaged": {func(r *placedRig, _ connector.Block, slot uint32) {
 			r.shelf.Bytes(place.Slot(slot), int(r.p.layout.BlockBytes(0)))[2500] ^= 1
 		}, true, connector.ErrCorrupt},
 		"its header lies": {func(r *placedRig, _ connector.Block, slot uint32) { r.arena[4096+128*int(slot)+20] ^= 1 }, true, place.ErrRefused},
