@@ -26,6 +26,7 @@ func placeCases() []Case {
 	return append([]Case{
 		placeCase("place-named", "PLACE-21", "The slots that a save names hold its blocks whole, also when the blocks were there already.", placeNamed),
 		placeCase("place-replaced", "PLACE-21", "A block is replaced in another use of a slot: who reads what was there reads it whole, or sees that it is gone.", placeReplaced),
+		placeCase("place-layers", "PLACE-21", "A block is replaced again and again, as between two layers that a host reads, and slots are used again: who reads what was there reads it whole, or sees that it is gone.", placeLayers),
 		reset,
 		placeCase("place-used", "PLACE-22", "A save that names slots which were read, of any number, is a save like others.", placeUsed),
 		placeCase("place-loaded", "PLACE-25", "The slots that a load names hold its blocks whole, and it takes any number of a slot that was read.", placeLoaded),
@@ -180,20 +181,45 @@ func placeReplaced(p *placing) {
 	was := bytes.Clone(p.bytesOf(b))
 	ref, err := p.find(b)
 	p.must(err, "find")
+	p.replace(b, 0x5a)
+	p.wasOrGone(ref, was)
+}
+
+// replace saves another version of a block, whose bytes differ in some bits.
+func (p *placing) replace(b connector.Block, bits byte) {
+	p.Helper()
 	for _, s := range p.kv[0].Segments(b.Group) {
 		for i := range p.kv[0].View(s, b.ID) {
-			p.kv[0].View(s, b.ID)[i] ^= 0x5a
+			p.kv[0].View(s, b.ID)[i] ^= bits
 		}
 	}
 	p.seal(p.kv[0], b)
 	p.savePlaced(true, nil, b)
 	p.resident(b)
+}
+
+// wasOrGone fails the case if who has found a slot reads something else there than what was there.
+func (p *placing) wasOrGone(ref slot.Ref, was []byte) {
+	p.Helper()
 	got, err := p.read(ref)
 	switch {
 	case err == nil && !bytes.Equal(was, got):
 		p.Errorf("slot %d has another block's bytes, and counts as what it was", ref.Slot)
 	case err != nil && !errors.Is(err, slot.ErrGone):
 		p.Errorf("what was there before: %v", err)
+	}
+}
+
+func placeLayers(p *placing) {
+	b := blocks(0, p.keys(1)...)[0]
+	p.fill(b)
+	p.savePlaced(false, nil, b)
+	was := bytes.Clone(p.bytesOf(b))
+	ref, err := p.find(b)
+	p.must(err, "find")
+	for turn := range 4 { // between two layers the block may be replaced more than once
+		p.replace(b, 1<<turn) // other bits each time, so no version comes again
+		p.wasOrGone(ref, was)
 	}
 }
 

@@ -45,6 +45,7 @@ func run(m *testing.M) int {
 	for name, pkg := range map[string]string{
 		"kvport-sharedstorage": "github.com/kvport/kvport/plugins/sharedstorage", "kvport-hold": "./testdata/plugin",
 		"kvport-p2p": "github.com/kvport/kvport/plugins/p2p", "kvport-test": "../host/testdata/plugin",
+		"kvport-tier": "github.com/kvport/kvport/plugins/offload",
 	} {
 		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), pkg).CombinedOutput(); err != nil {
 			fmt.Fprintf(os.Stderr, "building the plugin: %v\n%s", err, out)

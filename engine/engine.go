@@ -119,8 +119,9 @@ func (e *Engine) openHost(ctx context.Context, layout connector.Layout) (err err
 		e.reports = make(chan host.BlockReport, maxReports)
 	}
 	opts := host.Options{PluginPath: e.cfg.PluginPath, Log: e.cfg.Log, Metrics: e.cfg.Metrics, BlockEvents: e.reports}
-	if e.cfg.LayerPatience > 0 {
-		opts.Overlap = func(uint64, connector.RequestID) bool { return true }
+	// A load of which a layer was announced has no second attempt, so the host says nothing while none is used early, nor where a load that fails ends its request.
+	if e.cfg.LayerPatience > 0 && c.FailurePolicy != host.PolicyFail {
+		opts.Overlap = func(uint64, connector.RequestID) bool { return e.loop.early() }
 	}
 	e.host, err = host.Open(ctx, c, host.Engine{
 		ID: c.EngineID, Model: e.space.Model, Shape: e.cfg.shape(layout), Base: e.cfg.base(layout),

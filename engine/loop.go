@@ -3,6 +3,7 @@ package engine
 import (
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -39,7 +40,8 @@ type loop struct {
 	kept     time.Time                                  // when the connector was last asked about all queued requests that have a ticket
 	saving   uint64                                     // the step whose layers are saved while it is computed
 	arriving map[connector.RequestID]connector.Progress // of loads whose layers are verified one by one
-	noEarly  time.Time                                  // until then no other load is used before its end
+	noEarly  atomic.Pointer[time.Time]                  // until then no other load is used before its end
+	full     atomic.Bool                                // the batch has no place for a request whose KV arrives
 	logits   [][]float32                                // one for each place in the largest batch so far
 	sampled  []int32
 }
@@ -200,6 +202,7 @@ func (l *loop) tickets() []sched.Question {
 // step carries out one step of the schedule. It reports whether anything was computed.
 func (l *loop) step() bool {
 	chunks, st := l.sched.Schedule()
+	l.full.Store(len(chunks) >= l.e.cfg.MaxSeqs)
 	l.watchLayers(st)
 	l.tell(st) // loads start while the model computes
 	if len(chunks) > 0 {
@@ -444,6 +447,7 @@ func (l *loop) handoff(st *stream, o sched.Output) Handoff {
 type metrics struct {
 	prompt, requests              *prometheus.CounterVec
 	generated, preempted, badLoad prometheus.Counter
+	overlapped                    prometheus.Counter
 	blocks, load                  *prometheus.GaugeVec
 	awaited                       prometheus.Gauge
 	first, next, step             prometheus.Histogram
@@ -455,18 +459,19 @@ type metrics struct {
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	s, seconds := meter.New(), prometheus.ExponentialBuckets(0.0005, 2, 18)
 	m := &metrics{
-		set:       s,
-		prompt:    s.Counters("kvport_prompt_tokens_total", "Prompt tokens of requests that got a first token, by where their KV came from.", "source"),
-		requests:  s.Counters("kvport_requests_total", "Requests that ended, by reason.", "reason"),
-		generated: s.Counter("kvport_generated_tokens_total", "Tokens generated."),
-		preempted: s.Counter("kvport_preemptions_total", "Requests that lost their blocks and were recomputed."),
-		badLoad:   s.Counter("kvport_failed_loads_total", "Loads of which at least one block had to be recomputed."),
-		blocks:    s.Gauges("kvport_blocks", "Blocks of the cache, by state.", "state"),
-		load:      s.Gauges("kvport_requests", "Requests in the engine, by state.", "state"),
-		awaited:   s.Gauge("kvport_prompt_tokens_waiting", "Tokens of prompts whose first token has not come yet, wherever their KV will come from."),
-		first:     s.Histogram("kvport_time_to_first_token_seconds", "From Submit to the first token.", seconds),
-		next:      s.Histogram("kvport_time_per_token_seconds", "Between two tokens of a request.", seconds),
-		step:      s.Histogram("kvport_step_seconds", "Computing and sampling of one step.", seconds),
+		set:        s,
+		prompt:     s.Counters("kvport_prompt_tokens_total", "Prompt tokens of requests that got a first token, by where their KV came from.", "source"),
+		requests:   s.Counters("kvport_requests_total", "Requests that ended, by reason.", "reason"),
+		generated:  s.Counter("kvport_generated_tokens_total", "Tokens generated."),
+		preempted:  s.Counter("kvport_preemptions_total", "Requests that lost their blocks and were recomputed."),
+		badLoad:    s.Counter("kvport_failed_loads_total", "Loads of which at least one block had to be recomputed."),
+		overlapped: s.Counter("kvport_overlapped_chunks_total", "Chunks of prompts that were computed while earlier KV of their request was loaded layer by layer, and that count."),
+		blocks:     s.Gauges("kvport_blocks", "Blocks of the cache, by state.", "state"),
+		load:       s.Gauges("kvport_requests", "Requests in the engine, by state.", "state"),
+		awaited:    s.Gauge("kvport_prompt_tokens_waiting", "Tokens of prompts whose first token has not come yet, wherever their KV will come from."),
+		first:      s.Histogram("kvport_time_to_first_token_seconds", "From Submit to the first token.", seconds),
+		next:       s.Histogram("kvport_time_per_token_seconds", "Between two tokens of a request.", seconds),
+		step:       s.Histogram("kvport_step_seconds", "Computing and sampling of one step.", seconds),
 	}
 	for _, source := range []string{"local_compute", "local_cache", "external"} {
 		m.prompt.WithLabelValues(source) // shown as 0 from the start
@@ -519,5 +524,6 @@ func (m *metrics) state(h Health, s sched.Stats) {
 	m.load.WithLabelValues("waiting").Set(float64(h.Waiting))
 	m.preempted.Add(float64(s.Preemptions - m.seen.Preemptions))
 	m.badLoad.Add(float64(s.FailedLoads - m.seen.FailedLoads))
+	m.overlapped.Add(float64(s.Overlapped - m.seen.Overlapped))
 	m.seen = s
 }

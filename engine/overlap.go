@@ -24,11 +24,20 @@ const rest = 10
 
 // arrives has a load used from its first layers on.
 func (l *loop) arrives(ev *host.Event) {
-	if time.Now().Before(l.noEarly) {
+	if l.rests() {
 		return
 	}
 	l.arriving[ev.Request] = ev.Layers
 	l.sched.Arriving(ev.Step, ev.Request)
+}
+
+// early says whether another load would be used before its end. Any goroutine may ask.
+func (l *loop) early() bool { return !l.full.Load() && !l.rests() }
+
+// rests says whether a load was so slow, a moment ago, that no other is used before its end.
+func (l *loop) rests() bool {
+	t := l.noEarly.Load()
+	return t != nil && time.Now().Before(*t)
 }
 
 // overlapped computes chunks, without those whose layers do not come, and returns the ones that it has computed.
@@ -56,7 +65,8 @@ func (l *loop) overlapped(chunks []sched.Chunk) ([]sched.Chunk, error) {
 		waited += time.Since(began)
 	}
 	if patience.Err() != nil || slices.ContainsFunc(chunks, func(c sched.Chunk) bool { return !c.Early }) {
-		l.noEarly = time.Now().Add(rest * waited)
+		rested := time.Now().Add(rest * waited)
+		l.noEarly.Store(&rested)
 	}
 	if errors.Is(err, errNotArrived) {
 		if chunks = l.sched.Postpone(); len(chunks) == 0 {

@@ -56,8 +56,8 @@ func (h *Host) loadAlone(a *tracker.Move) {
 		out.Absent = !over
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		if over && out.Err == nil && !h.tracker.Taking() {
-			h.metrics.alone.Add(float64(len(a.Transfer.Blocks)))
+		if !h.tracker.Taking() {
+			h.metrics.alone.Add(float64(out.Placed))
 		}
 		delete(h.alone, a.ID)
 		h.do(h.tracker.Moved(time.Now(), a.ID, out))

@@ -27,11 +27,18 @@ type aloneRig struct {
 
 func newAloneRig(t *testing.T, can connector.Capability) *aloneRig {
 	t.Helper()
-	o := rigOptions{settings: map[string]any{
+	return newAloneRigWith(t, can, 1, func(*Options) {})
+}
+
+// newAloneRigWith is newAloneRig with some ranks and other options.
+func newAloneRigWith(t *testing.T, can connector.Capability, ranks int, change func(*Options)) *aloneRig {
+	t.Helper()
+	o := rigOptions{ranks: ranks, settings: map[string]any{
 		"breaker":   map[string]any{"deaths": 1000, "backoff_min": "1h", "backoff_max": "1h"},
 		"deadlines": map[string]any{"drain": "100ms", "transfer": "1h", "later": "1h"},
 	}}
 	cfg, eng, opts := o.build(t)
+	change(&opts)
 	h := newHost(cfg, eng, opts)
 	require.NoError(t, errors.Join(h.identify(), h.openRanks()))
 	var err error

@@ -57,11 +57,12 @@ type Options struct {
 	// Landed, unless nil, is told when the bytes of an admitted transfer are in a rank's cache, before
 	// their digests are checked. Its Loaded follows, and only that says whether they are right. Not of
 	// loads with a fault or without digests, nor of those of which a layer was verified before, because of Overlap, nor
-	// where a Planner divides loads, nor at trust level staged. It must not call the host.
+	// of what the host loads by itself, nor where a Planner divides loads, nor at trust level staged. It must not call the host.
 	Landed func(request connector.RequestID, rank int)
 
 	// Overlap, unless nil, decides for an admitted transfer whether the engine takes its Arriving event, and may compute with
-	// the first layers of its load while the others are on their way. It is asked before each attempt and must not call the host.
+	// the first layers of its load while the others are on their way. It is asked before each attempt on each rank, for what the host loads by
+	// itself and again for what a plugin loads, and may answer otherwise each time. It must not call the host.
 	Overlap func(step uint64, request connector.RequestID) bool
 
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no

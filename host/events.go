@@ -97,6 +97,7 @@ func (h *Host) tell(b *tracker.Event) {
 	case tracker.Loaded:
 		e.Kind, e.Unverified = Loaded, b.Unverified
 		h.endArriving(b)
+		h.metrics.byLayer.Add(float64(b.ByLayer))
 		h.metrics.moved("load", b)
 		if b.Damaged > 0 {
 			h.log.Warn("damaged blocks, they are computed again", "connector", h.info.Name, "request", b.Request, "blocks", b.Damaged, "first", b.Damage)

@@ -232,7 +232,7 @@ func (h *Host) bookConfig() tracker.Config {
 		Quarantine: h.cfg.Role.Saves() || h.cfg.FailurePolicy == PolicyFail,
 		Placed:     h.place != nil && h.info.Capabilities&connector.CanPlace != 0 && !h.info.Lossy, // whose blocks only the plugin can load
 	}
-	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && h.info.Capabilities&connector.CanOverlap != 0
+	c.Overlap = h.opts.Overlap != nil && h.cfg.Role.Loads() && (c.Placed || h.info.Capabilities&connector.CanOverlap != 0)
 	h.composite.stretch(&c)
 	for g := range h.eng.Layout.Groups {
 		c.BlockBytes = append(c.BlockBytes, h.eng.Layout.BlockBytes(uint16(g))*int64(len(h.ranks)))

@@ -46,6 +46,7 @@ type metrics struct {
 	placedMatches prometheus.Counter
 	placedFailed  prometheus.Counter // blocks
 	alone         prometheus.Counter // blocks of placed
+	byLayer       prometheus.Counter // blocks of placed
 	aloneMatches  prometheus.Counter // of placedMatches
 	placedSaved   prometheus.Counter // blocks
 	staleKeys     prometheus.Gauge
@@ -82,8 +83,9 @@ func newMetrics(registry prometheus.Registerer, name string, trust Trust) (*metr
 		landing:       own.Gauge("kvport_landing_slots_used", "Slots of landing memory that transfers have."),
 		placed:        own.Counter("kvport_placed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and loaded from there without a call of the plugin."),
 		placedMatches: own.Counter("kvport_placed_matches_total", "Matches that the host answered from its index of the connector's memory without a call of the plugin."),
-		placedFailed:  own.Counter("kvport_placed_failed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and could not use: their slots were given up meanwhile, or held something else. The plugin is asked for them, if one is up."),
+		placedFailed:  own.Counter("kvport_placed_failed_blocks_total", "Blocks, by rank, that the host found in the connector's memory and could not use: their slots were given up meanwhile, or held something else. The plugin is asked for them, if one is up, unless the engine has learned of a layer of their load."),
 		alone:         own.Counter("kvport_placed_alone_blocks_total", "Blocks of kvport_placed_blocks_total that were loaded while no plugin was up."),
+		byLayer:       own.Counter("kvport_placed_by_layer_blocks_total", "Blocks of kvport_placed_blocks_total whose load ended after the engine had learned that layers of it had come."),
 		aloneMatches:  own.Counter("kvport_placed_alone_matches_total", "Matches of kvport_placed_matches_total that were answered while no plugin was up."),
 		placedSaved:   own.Counter("kvport_placed_saved_blocks_total", "Blocks, by rank, that the host saved in slots of the connector's memory that were lent to it, without a call of the plugin."),
 		arena:         own.Gauge("kvport_arena_bytes", "Memory that the connector asked the host to keep for it."),

@@ -11,7 +11,7 @@ import (
 
 // Layer-wise loads: the plugin says which layers have arrived, the host checks the digests of each, and the engine
 // computes with those that are right while others are on their way. When the load is over all of it is checked
-// as always, and only that makes what was computed count.
+// as always, and only that makes what was computed count. What the host itself copies out of slots is in placelayers.go.
 
 // arrival names a load that the engine has begun to use.
 type arrival struct {
@@ -23,7 +23,7 @@ type arrival struct {
 // can. It returns whether a layer was verified, which the engine may be using now, and slots that the plugin names.
 func (h *Host) loadOrOverlap(ctx context.Context, r *rank, w connector.Worker, a *tracker.Move) (placed []uint32, announced bool, err error) {
 	loader, ok := connector.As[connector.LayerLoader](w)
-	if !a.Overlap || !ok || !h.opts.Overlap(a.Step, a.Transfer.Request) {
+	if !a.Overlap || !ok || r.landing != nil || !h.opts.Overlap(a.Step, a.Transfer.Request) {
 		placed, err = h.load(ctx, r, w, a)
 		return placed, false, err
 	}
@@ -54,11 +54,16 @@ func (h *Host) verifyLayers(ctx context.Context, r *rank, a *tracker.Move, count
 			return n
 		}
 		n = final
-		h.mu.Lock()
-		h.do(h.tracker.Verified(time.Now(), a.ID, n))
-		h.mu.Unlock()
+		h.verified(a.ID, n)
 	}
 	return n
+}
+
+// verified tells the tracker that n layers of what a call loads are right.
+func (h *Host) verified(id tracker.CallID, n int) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.do(h.tracker.Verified(time.Now(), id, n))
 }
 
 // arriving says to the engine which layers of a load it may use, and remembers which it was given: into those of a partial

@@ -11,8 +11,6 @@ import (
 	"unsafe"
 
 	"github.com/kvport/kvport/connector"
-	"github.com/kvport/kvport/internal/digest"
-	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/internal/place"
 	"github.com/kvport/kvport/internal/shm"
 	"github.com/kvport/kvport/internal/wire"
@@ -27,6 +25,7 @@ type placement struct {
 	world  int
 	pools  []*pool                   // of the ranks
 	failed func(blocks, damaged int) // is told about blocks that were found in slots and cannot be used, and how many of them are not what was saved; may be nil
+	piece  int64                     // how many bytes come at least from one announcement to the next; 0: as pieces says
 
 	mu      sync.RWMutex // held for reading by whoever reads the arena, for writing by whoever takes it away: nobody waits for it to read
 	host    *place.Host  // nil: nothing is placed
@@ -273,53 +272,39 @@ func (p *placement) key(k connector.BlockKey, group uint16, rank int) connector.
 // load copies blocks of one rank to the cache and verifies them there. false: not all of them came whole, and the plugin
 // has to be asked for all; or ctx has ended.
 func (p *placement) load(ctx context.Context, r *rank, number int, blocks []connector.Block) bool {
-	if len(blocks) == 0 || !p.enter() {
-		return false
-	}
-	defer p.leave()
+	did := p.loadLayers(ctx, r, number, blocks, nil)
+	p.tally(&did)
+	return did.whole
+}
+
+// where says in which slots all blocks of one rank lie; false: not all of them do.
+func (p *placement) where(number int, blocks []connector.Block) ([]place.Ref, bool) {
 	keys := make([]connector.StoreKey, len(blocks))
 	for i, b := range blocks {
 		if b.Key == (connector.BlockKey{}) {
-			return false
+			return nil, false
 		}
 		keys[i] = p.key(b.Key, b.Group, number)
 	}
 	refs, err := p.find(keys, time.Now().UnixMilli())
 	if err != nil {
-		return false
+		return nil, false
 	}
 	for i, b := range blocks {
 		if int64(refs[i].Part.Length) != p.layout.BlockBytes(b.Group) {
 			p.host.Drop(refs[i]) // else it would be found again and again
 			p.fail(1, 0)
-			return false
+			return nil, false
 		}
 	}
-	stores := digest.StoresForLoad(int64(r.size(blocks)))
-	errs := make([]error, len(blocks))
-	all := r.shareUntil(ctx, len(blocks), func(i int) { errs[i] = p.copyIn(r, blocks[i], refs[i], stores) })
-	if p.tally(errs) || !all {
-		return false
-	}
-	p.used.note(refs)
-	return true
+	return refs, true
 }
 
-// tally counts the blocks of a load that were copied and cannot be used, and says whether there are any.
-func (p *placement) tally(errs []error) bool {
-	failed, damaged := 0, 0
-	for _, err := range errs {
-		if err != nil {
-			failed++
-		}
-		if errors.Is(err, connector.ErrCorrupt) && !errors.Is(err, place.ErrGone) {
-			damaged++
-		}
+// tally counts the blocks of a load that were copied and cannot be used, and that the plugin is asked for.
+func (p *placement) tally(did *placedLoad) {
+	if n := did.failed(); n > 0 {
+		p.fail(n, len(did.found.corrupt))
 	}
-	if failed > 0 {
-		p.fail(failed, damaged)
-	}
-	return failed > 0
 }
 
 func (p *placement) fail(blocks, damaged int) {
@@ -335,25 +320,6 @@ func (p *placement) find(keys []connector.StoreKey, now int64) (refs []place.Ref
 		return err
 	})
 	return refs, err
-}
-
-// copyIn copies one block. What was copied counts only if its slot had no other use meanwhile, and its digest is right (rule
-// PLACE-08): until then nobody reads the block in the cache.
-func (p *placement) copyIn(r *rank, b connector.Block, ref place.Ref, stores mac.Stores) error {
-	return shm.Guard(func() error {
-		pin, err := p.host.Pin(ref)
-		if err != nil {
-			return err
-		}
-		err = r.hasher.CopyIn(r.kv, b, digest.Slot{KV: p.kv, ID: connector.BlockID(ref.Slot)}, stores)
-		if gone := pin.Release(time.Now().UnixMilli()); gone != nil {
-			return errors.Join(err, gone)
-		}
-		if err != nil {
-			p.host.Drop(ref) // the plugin loads it from now on, and is blamed if that is wrong, too
-		}
-		return err
-	})
 }
 
 // saveBy has a worker read blocks. One that places is told which slots were read, and says in which the blocks lie. A nil placement tells and

@@ -148,21 +148,32 @@ func (h *Host) saveBlocks(ctx context.Context, r *rank, w connector.Worker, a *t
 
 // loadPlaced loads all blocks of a move without the plugin; over is false if it has to be asked for them. Blocks that are not verified,
 // and those of a ticket, are always the plugin's. A load that is not over at its deadline fails without a call: a plugin that
-// knows nothing of it need not die for it (rule HOST-03).
+// knows nothing of it need not die for it (rule HOST-03). Nor is it asked once the engine has learned of a layer.
 func (h *Host) loadPlaced(ctx context.Context, r *rank, a *tracker.Move) (out tracker.Outcome, over bool) {
 	blocks := a.Transfer.Blocks
 	if len(a.Check) != len(blocks) || len(a.Transfer.Ticket) > 0 {
 		return out, false
 	}
-	if h.place.load(ctx, r, a.Rank, a.Check) {
-		h.metrics.placed.Add(float64(len(blocks)))
-		return out, true
+	arrived, told := h.layersOf(a)
+	did := h.place.loadLayers(ctx, r, a.Rank, a.Check, arrived)
+	told() // before anything is taken back: what is told later would count again
+	late := ctx.Err()
+	if did.whole {
+		late = nil
+	} else if late == nil && (!did.announced || h.retract(a.ID)) {
+		h.place.tally(&did)
+		return out, false
 	}
-	out.Err = ctx.Err()
-	return out, out.Err != nil
+	if n := did.failed(); n > 0 {
+		h.place.fail(n, 0) // the end of the load counts what is damaged
+		h.unread(&did.found, 0, nil)
+	}
+	out = did.outcome(len(blocks), late)
+	h.metrics.placed.Add(float64(out.Placed))
+	return out, true
 }
 
-// placedFailed counts blocks that the host found in slots and could not use: the plugin is asked for them. Those that are not what was saved
+// placedFailed counts blocks that the host found in slots and could not use: most often the plugin is asked for them. Those that are not what was saved
 // count as what a plugin loads so (rule HOST-04), although the load by message may bring them right.
 func (h *Host) placedFailed(name string, blocks, damaged int) {
 	h.metrics.placedFailed.Add(float64(blocks))
@@ -303,9 +314,30 @@ func (r *rank) share(n int, f func(int)) { r.shareUntil(context.Background(), n,
 
 // shareUntil is share until ctx ends: then it begins nothing more. false: f did not run for all.
 func (r *rank) shareUntil(ctx context.Context, n int, f func(int)) bool {
+	return r.shareWith(ctx, n, f, func(work func()) {
+		if r.hold(ctx) {
+			defer r.let()
+			work()
+		}
+	})
+}
+
+// hold waits for a core, until ctx ends; let gives it back if it is true.
+func (r *rank) hold(ctx context.Context) bool {
+	select {
+	case r.hands <- struct{}{}:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+func (r *rank) let() { <-r.hands }
+
+// shareWith is shareUntil where own runs the work of the core that is waited for.
+func (r *rank) shareWith(ctx context.Context, n int, f func(int), own func(work func())) bool {
 	var next, done atomic.Int64
 	work := func() {
-		defer func() { <-r.hands }()
 		for ctx.Err() == nil {
 			i := next.Add(1)
 			if i > int64(n) {
@@ -319,15 +351,14 @@ func (r *rank) shareUntil(ctx context.Context, n int, f func(int)) bool {
 	for range min(cap(r.hands), n) - 1 {
 		select {
 		case r.hands <- struct{}{}:
-			others.Go(work)
+			others.Go(func() {
+				defer r.let()
+				work()
+			})
 		default:
 		}
 	}
-	select {
-	case r.hands <- struct{}{}:
-		work()
-	case <-ctx.Done():
-	}
+	own(work)
 	others.Wait()
 	return done.Load() == int64(n)
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"math"
+	"slices"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
@@ -15,6 +16,7 @@ import (
 // evict.
 type placingStore struct {
 	mu    sync.Mutex
+	arena place.Memory
 	shelf *place.Shelf
 	g     place.Geometry
 	at    map[connector.StoreKey]place.Slot
@@ -30,6 +32,7 @@ type placingFault struct {
 	next    bool // it names the slot behind the right one
 	knows   bool // it names no slot of what was there
 	inPlace bool // it replaces a block where the block lies
+	again   bool // what it writes next into a slot that it has given up has the generation of what was there
 	stays   bool // a reset leaves the slots as they are
 	strict  bool // it names nothing any more once it has heard of a slot that it does not have
 	alone   bool // what is placed it has no longer itself
@@ -77,17 +80,17 @@ func openPlacing(env *connector.Env, s *placingStore) (connector.Store, error) {
 	if p := env.Placement; p != nil {
 		s.g, o = place.Geometry{Slots: p.Slots, SlotBytes: p.SlotBytes}, place.ShelfOpening{Epoch: p.Epoch, Serial: p.Serial}
 	}
-	memory, err := place.Private(env.Arena[:s.g.ArenaBytes()])
-	if err != nil {
+	var err error
+	if s.arena, err = place.Private(env.Arena[:s.g.ArenaBytes()]); err != nil {
 		return nil, err
 	}
 	if s.bad.over {
-		for slot := range int64(s.g.Slots) {
-			memory.Store(4096+128*slot, 0)
+		for slot := range place.Slot(s.g.Slots) {
+			s.arena.Store(wordOf(slot), 0)
 		}
 	}
 	var found []place.Found
-	if s.shelf, found, _, err = place.OpenShelf(memory, s.g, o, 0); err != nil {
+	if s.shelf, found, _, err = place.OpenShelf(s.arena, s.g, o, 0); err != nil {
 		return nil, err
 	}
 	used := map[place.Slot]bool{}
@@ -181,12 +184,26 @@ func (s *placingStore) Put(_ context.Context, items []connector.Item) error {
 		}
 		s.put(it, data)
 		if known {
-			s.shelf.Retire(old)
-			s.free = append(s.free, old)
+			s.giveUp(old)
 		}
 	}
 	return nil
 }
+
+// giveUp frees the slot of a block that was replaced.
+func (s *placingStore) giveUp(slot place.Slot) {
+	if s.bad.again {
+		generation := s.arena.Load(wordOf(slot)) >> 8
+		s.arena.Store(wordOf(slot), (generation-1)<<8)
+		s.free = slices.Insert(s.free, 0, slot)
+		return
+	}
+	s.shelf.Retire(slot)
+	s.free = append(s.free, slot)
+}
+
+// wordOf is where the word of a slot lies (rule PLACE-01).
+func wordOf(slot place.Slot) int64 { return 4096 + 128*int64(slot) }
 
 // put writes a block where there is room.
 func (s *placingStore) put(it connector.Item, data []byte) {
@@ -284,6 +301,7 @@ func placingMutants() []Mutant {
 		mutant("names the slot behind the right one", "place-named", placingFault{next: true}),
 		mutant("names one slot of a save", "place-named", placingFault{knows: true}),
 		mutant("replaces a block where it lies", "place-replaced", placingFault{inPlace: true}),
+		mutant("uses a slot again in the generation that it had", "place-layers", placingFault{again: true}),
 		mutant("leaves its slots as they are after a reset", "place-reset", placingFault{stays: true}),
 		mutant("names no slot after it has heard of one that it does not have", "place-used", placingFault{strict: true}),
 		mutant("names no slot of what it has loaded", "place-loaded", placingFault{mute: true}),

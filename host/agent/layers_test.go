@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -14,6 +15,8 @@ import (
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/wire"
 	kvportv1 "github.com/kvport/kvport/proto/kvport/v1"
+	"github.com/kvport/kvport/verify/fixture"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // layered is an agent with two ranks whose connector holds what is saved, and brings it layer by layer. No second layer
@@ -154,5 +157,69 @@ func TestLayersPluginKilled(t *testing.T) {
 	for _, w := range l.ranks {
 		require.Len(t, w.event(loaded, "q").GetFailed(), len(to))
 		require.False(t, w.has(layersEvent, "q"))
+	}
+}
+
+// wideBytes is the size of a layer of a block in an engine whose loads are large.
+const wideBytes = 256 << 10
+
+// wideAt is rankAt for such an engine.
+func wideAt(rank, world int) *wire.Attach {
+	a := rankAt(rank, world)
+	a.Layout.Blocks = 48 // at trust level staged a load of a quarter of them is one part
+	for i := range a.Layout.Segments {
+		a.Layout.Segments[i].Offset, a.Layout.Segments[i].BlockStride, a.Layout.Segments[i].Bytes = int64(i)*wideBytes, segments*wideBytes, wideBytes
+	}
+	a.Region = regionSize(&a.Layout)
+	return a
+}
+
+// wide are the bytes of neighbouring blocks of such an engine.
+func (p *process) wide(blocks []connector.Block) []byte {
+	return p.mem[int(blocks[0].ID)*segments*wideBytes:][:len(blocks)*segments*wideBytes]
+}
+
+// Rules AGENT-15 and PLACE-36: at both trust levels the ranks learn of layers of what the host itself copies out of the memory of a tier.
+func TestLayersOfPlacedLoads(t *testing.T) {
+	tier := testkit.Typical(t, fixture.Tier)
+	bench := slices.IndexFunc(tier.Bench, func(b fixture.Bench) bool { return b.Medium == "memory" })
+	memory, err := fixture.Fill(tier.Bench[bench].Config, fixture.Values{"MEMORY_BYTES": 32 << 20})
+	require.NoError(t, err)
+	for _, trust := range []string{"in-place", "staged"} {
+		t.Run(trust, func(t *testing.T) {
+			o := open(t, fmt.Sprintf(`{"kv_connector": %q, "kv_role": "kv_both", "kv_connector_extra_config": %s,
+				"kvport": {"trust": %q, "heartbeat": {"limit": "1m"}, "deadlines": {"transfer": "1m"}}}`, tier.Connector, memory, trust), nil)
+			ranks := []*process{worker(t, o.socket, wideAt(0, 2)), worker(t, o.socket, wideAt(1, 2))}
+			for _, w := range ranks {
+				w.attached()
+			}
+			s := scheduler(t, o.socket)
+			hs := hashes("a", 12)
+			from, to := blocksOf(hs, 0), blocksOf(hs, 16)
+			for rank, w := range ranks {
+				for i, data := 0, w.wide(from); i < len(data); i++ {
+					data[i] = byte(i ^ i>>10 ^ rank)
+				}
+			}
+			s.step(&connector.Step{ID: 1, Computed: []connector.Transfer{transfer("saved", hs, 0)}})
+			require.Empty(t, s.event(saved, "saved").GetFailed())
+			for try, heard := 1, false; !heard; try++ { // a load may be over before anybody can be told about a layer
+				require.Less(t, try, 200, "no rank has heard of a layer")
+				id := fmt.Sprintf("load %d", try)
+				for _, w := range ranks {
+					clear(w.wide(to))
+				}
+				s.post(&kvportv1.AgentCall{LayerWise: []string{id}, Call: &kvportv1.AgentCall_Step{
+					Step: wire.StepToProto(&connector.Step{ID: uint64(1 + try), Admitted: []connector.Transfer{transfer(id, hs, 16)}}),
+				}}, nil)
+				for _, w := range ranks {
+					require.Empty(t, w.event(loaded, id).GetFailed())
+					require.True(t, bytes.Equal(w.wide(from), w.wide(to)))
+					require.False(t, w.has(landed, id), "what the host copies is verified in the copy")
+				}
+				heard = ranks[0].has(layersEvent, id)
+				require.Equal(t, heard, ranks[1].has(layersEvent, id))
+			}
+		})
 	}
 }

@@ -48,7 +48,7 @@ func withBinaries(m *testing.M) int {
 	defer os.RemoveAll(dir)
 	bin = dir
 	for name, pkg := range map[string]string{
-		"kvport-sharedstorage": "plugins/sharedstorage", "kvport-test": "host/testdata/plugin", "kvport-hold": "engine/testdata/plugin", "kvport": "cmd/kvport",
+		"kvport-sharedstorage": "plugins/sharedstorage", "kvport-test": "host/testdata/plugin", "kvport-hold": "engine/testdata/plugin", "kvport-tier": "plugins/offload", "kvport": "cmd/kvport",
 	} {
 		if out, err := exec.Command("go", "build", "-o", filepath.Join(dir, name), "github.com/kvport/kvport/"+pkg).CombinedOutput(); err != nil {
 			panic(fmt.Sprintf("build %s: %v\n%s", pkg, err, out))

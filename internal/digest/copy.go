@@ -45,16 +45,37 @@ func (m *Maker) CopyOut(kv *connector.KV, b connector.Block, segments []int, to 
 // CopyIn copies a block from a slot to its place in the cache, and is Check of the copy. Others may change the slot meanwhile: each byte is
 // read there once, and what was read is both written and checked. If the check fails, the copy may not be whole.
 func (h *Hasher) CopyIn(kv *connector.KV, b connector.Block, from Slot, stores mac.Stores) error {
+	if err := CopyDigests(kv, b, from); err != nil {
+		return err
+	}
+	return h.CopySegments(kv, b, kv.Segments(b.Group), from, stores)
+}
+
+// CopyDigests copies a block's digests from a slot to the cache, before anything of them is believed.
+func CopyDigests(kv *connector.KV, b connector.Block, from Slot) error {
+	p, err := placeOf(kv, b)
+	if err == nil {
+		err = p.fits(&from, p.segments)
+	}
+	if err != nil {
+		return err
+	}
+	copy(p.stored, from.view(p.digests))
+	return nil
+}
+
+// CopySegments is CopyIn of some of a block's segments, whose digests CopyDigests has copied: once, so that all segments are those which these
+// digests name, however the slot changes between two calls. The digests of an honest slot name one version of the block.
+func (h *Hasher) CopySegments(kv *connector.KV, b connector.Block, segments []int, from Slot, stores mac.Stores) error {
 	p, err := placeOf(kv, b)
 	if err != nil {
 		return err
 	}
 	p.to, p.from, p.stores = p.from, from, stores
-	if err := p.fits(&from, p.segments); err != nil {
+	if err := p.fits(&from, segments); err != nil {
 		return err
 	}
-	copy(p.stored, from.view(p.digests)) // before anything of it is believed
-	return p.check(h, p.segments)
+	return p.check(h, segments)
 }
 
 // fits says whether some of the block's segments, and its digests, are as long in a slot as in the cache. Errors wrap ErrIncompatible.

@@ -417,3 +417,24 @@ func TestCopyDoesNotAllocate(t *testing.T) {
 		}), name)
 	}
 }
+
+// Segments are copied in one after the other, and checked by the digests that were copied first, whatever lies in the slot by then.
+func TestCopyInByLayers(t *testing.T) {
+	for name, h := range hashers() {
+		kv := cache(t, 13)
+		b, to := block(3, 0), connector.Block{Key: block(3, 0).Key, ID: 5}
+		m, err := h.Maker()
+		require.NoError(t, err)
+		other := slotsOf(t, kv, 1)
+		slot, digests := Slot{other, 0}, 3
+		require.NoError(t, m.CopyOut(kv, b, kv.Segments(0), slot, mac.Cached))
+		require.NoError(t, CopyDigests(kv, to, slot))
+		require.NoError(t, h.CopySegments(kv, to, []int{0}, slot, mac.Cached), name)
+		clear(other.View(digests, 0))
+		require.NoError(t, h.CopySegments(kv, to, []int{1, digests}, slot, mac.Cached), name)
+		require.NoError(t, h.Check(kv, to), name)
+		require.Equal(t, spans(t, kv, b), spans(t, kv, to), name)
+		other.View(1, 0)[0] ^= 1
+		require.ErrorIs(t, h.CopySegments(kv, to, []int{1, digests}, slot, mac.Cached), connector.ErrCorrupt, name)
+	}
+}

@@ -169,6 +169,7 @@ type Event struct {
 	Reason     string         // Released: why
 	Took       time.Duration  // Loaded, Saved: since the step
 	Layers     int            // Arriving: how many layers of all blocks are verified on every rank
+	ByLayer    int            // Loaded: blocks, by rank, that were Placed, of a load with Arriving
 }
 
 // Outcome is how a call of the worker side ended.
@@ -182,4 +183,5 @@ type Outcome struct {
 	Layers            int  // saves with Computing: how many layers the plugin was told to be final
 	Lost              bool // the connection went away: the plugin may still touch the blocks
 	Absent            bool // of a Move without a generation: not all of it is placed
+	Placed            int  // loads: blocks that the host has brought without the plugin
 }

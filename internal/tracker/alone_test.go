@@ -272,7 +272,7 @@ func TestAloneWithoutAPlan(t *testing.T) {
 				lose(b)
 				m := one[Move](b)
 				require.Zero(t, m.Gen)
-				require.False(t, m.Overlap)
+				require.False(t, m.Overlap, "this engine takes no layers")
 				b.done(m, Outcome{Absent: !there})
 				e := b.event()
 				require.Equal(t, there, len(e.Failed) == 0)

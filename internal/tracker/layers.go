@@ -1,6 +1,7 @@
 package tracker
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -74,10 +75,11 @@ func (b *Tracker) cancelLate(o *op) {
 }
 
 // overlaps says that the engine may begin with the first layers of a load: they can be verified one by one, in
-// the cache itself, and the whole load is one attempt on each rank.
+// the cache itself, and the whole load is one attempt on each rank. With landing memory only what the host copies out of slots lies
+// in the cache before the load is over.
 func (b *Tracker) overlaps(c *call, check []connector.Block) bool {
 	o := c.op
-	return b.cfg.Overlap && o.kind == Load && o.source == nil && b.landing == nil && check != nil && !o.canceled
+	return b.cfg.Overlap && o.kind == Load && o.source == nil && (b.landing == nil || b.cfg.Placed) && check != nil && !o.canceled
 }
 
 // Verified says that n layers of all that a call with Overlap loads have arrived and are right. The engine is told about a
@@ -88,12 +90,30 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 	if c == nil || !b.cfg.Overlap || c.op.kind != Load || c.op.canceled || c.op.planning {
 		return nil
 	}
-	o := c.op
 	c.layers = max(c.layers, min(n, b.cfg.Layers))
+	b.tellLayers(c.op)
+	return b.take()
+}
+
+// whole notes that a call of a load is over, and that all it has loaded is verified: whether it has announced layers or not, it has all of
+// them while others go on.
+func (b *Tracker) whole(c *call) {
+	o := c.op
+	if !c.overlap || o.canceled {
+		return
+	}
+	c.layers = b.cfg.Layers
+	if slices.ContainsFunc(o.calls, func(c *call) bool { return c.state == running }) { // else its end is told, or another call is still to start
+		b.tellLayers(o)
+	}
+}
+
+// tellLayers tells the engine how many layers all calls of a load have, if that is news and nothing has failed.
+func (b *Tracker) tellLayers(o *op) {
 	all := b.cfg.Layers
 	for _, c := range o.calls {
 		if c.state != running && c.state != over {
-			return b.take() // it is tried again, which writes all of its layers
+			return // it is tried again, which writes all of its layers
 		}
 		all = min(all, c.layers)
 	}
@@ -101,5 +121,15 @@ func (b *Tracker) Verified(_ time.Time, id CallID, n int) []Action {
 		o.arrived = all
 		b.emit(Tell{Event{Kind: Arriving, Request: o.t.Request, Step: o.step, Layers: all}})
 	}
-	return b.take()
+}
+
+// Retract takes back what Verified has said of a call, so that its blocks may be written again. It is false, and takes nothing back, when the
+// engine has learned of a layer of the load, or nobody waits for the call any more.
+func (b *Tracker) Retract(id CallID) bool {
+	c := b.calls[id]
+	if c == nil || c.op.arrived > 0 {
+		return false
+	}
+	c.layers = 0
+	return true
 }

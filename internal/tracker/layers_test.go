@@ -129,6 +129,62 @@ func TestVerifiedOnEveryRank(t *testing.T) {
 	b.quiet()
 }
 
+// A call that announces nothing keeps the engine from the layers of the others only until it has ended: what it has loaded is verified then.
+func TestEndOfASilentCall(t *testing.T) {
+	b := overlapped(t, 2)
+	b.start(Load, 1)
+	moves := all[Move](b)
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	b.quiet()
+	b.done(moves[0], Outcome{})
+	e := b.event()
+	require.Equal(t, Arriving, e.Kind)
+	require.Equal(t, 1, e.Layers)
+	require.False(t, b.Retract(moves[1].ID))
+	b.done(moves[1], Outcome{})
+	require.Equal(t, Loaded, b.event().Kind)
+
+	b = overlapped(t, 2)
+	b.start(Load, 1)
+	moves = all[Move](b)
+	b.done(moves[0], Outcome{})
+	b.quiet()
+	b.got(b.Verified(b.now, moves[1].ID, 2))
+	require.Equal(t, 2, b.event().Layers)
+
+	b = newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap, c.Slots, c.Placed = 1, 2, true, 8, true })
+	b.start(Load, 5)
+	moves = all[Move](b)
+	require.Len(t, moves, 3, "parts of two blocks, and one")
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	b.got(b.Verified(b.now, moves[1].ID, 2))
+	b.quiet()
+	b.done(moves[2], Outcome{})
+	require.Equal(t, 1, b.event().Layers)
+
+	b = newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap, c.Slots, c.Placed = 1, 2, true, 8, true })
+	b.start(Load, 7)
+	moves = all[Move](b)
+	require.Len(t, moves, 3, "six blocks have slots of landing memory, the last waits")
+	b.done(moves[0], Outcome{})
+	last := one[Move](b)
+	b.done(moves[1], Outcome{})
+	b.done(moves[2], Outcome{})
+	b.quiet()
+	b.got(b.Verified(b.now, last.ID, 1))
+	require.Equal(t, 1, b.event().Layers)
+
+	b = overlapped(t, 2)
+	b.start(Load, 1)
+	moves = all[Move](b)
+	b.done(moves[0], Outcome{Err: connector.ErrBusy})
+	b.done(moves[1], Outcome{})
+	b.quiet()
+	b.after(b.cfg.BackoffMax)
+	b.got(b.Verified(b.now, one[Move](b).ID, 2))
+	require.Equal(t, 2, b.event().Layers, "it was over when the other waited to be tried again")
+}
+
 // Rule OVERLAP-03: what the engine may be reading is not loaded again, neither after ErrBusy nor by the next process.
 // A rank that has announced a layer and is tried again writes that layer again, so the engine does not learn of it before.
 func TestOverlapWaitsForTheLastAttempt(t *testing.T) {
@@ -173,6 +229,24 @@ func TestOverlapIsOneAttempt(t *testing.T) {
 	}
 }
 
+// Rule PLACE-36: until the engine has learned of a layer, what a call has verified is taken back, and the call may write its blocks once more.
+func TestRetract(t *testing.T) {
+	b := overlapped(t, 2)
+	b.start(Load, 1)
+	moves := all[Move](b)
+	b.got(b.Verified(b.now, moves[0].ID, 2))
+	b.quiet()
+	require.True(t, b.Retract(moves[0].ID))
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	b.quiet()
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	require.Equal(t, Arriving, b.event().Kind)
+	require.False(t, b.Retract(moves[0].ID), "the engine may be reading it")
+	require.False(t, b.Retract(moves[1].ID))
+	b.got(b.Reaped(b.now, 1))
+	require.False(t, b.Retract(moves[0].ID), "it is over")
+}
+
 // Where a load is not verified in the cache, block by block and in one attempt, nothing is used before its end.
 func TestOverlapIsForVerifiedLoads(t *testing.T) {
 	for name, change := range map[string]func(*Config){
@@ -185,4 +259,31 @@ func TestOverlapIsForVerifiedLoads(t *testing.T) {
 		b.start(Load, 1)
 		require.False(t, one[Move](b).Overlap, name)
 	}
+	b := newBench(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap, c.Slots, c.Placed = 1, 2, true, 8, true })
+	b.start(Load, 1)
+	require.True(t, one[Move](b).Overlap, "the host may copy it out of slots")
+}
+
+// Rule PLACE-36: the engine uses layers of what the host loads while no plugin is up, too. The next life is not asked for what fails then.
+func TestAloneLayers(t *testing.T) {
+	b := placed(t, func(c *Config) { c.Ranks, c.Layers, c.Overlap = 2, 2, true })
+	b.start(Load, 2)
+	moves := all[Move](b)
+	require.Len(t, moves, 2)
+	for _, m := range moves {
+		require.Zero(t, m.Gen)
+		require.True(t, m.Overlap)
+	}
+	b.got(b.Verified(b.now, moves[0].ID, 1))
+	b.quiet()
+	b.got(b.Verified(b.now, moves[1].ID, 1))
+	require.Equal(t, Arriving, b.event().Kind)
+	b.got(b.Up(b.now, 2))
+	b.quiet()
+	b.done(moves[0], Outcome{})
+	b.done(moves[1], Outcome{Err: &connector.BlockError{Blocks: []connector.BlockID{1}, Err: connector.ErrGone}})
+	e := b.event()
+	require.Equal(t, Loaded, e.Kind)
+	require.Equal(t, []connector.BlockID{1}, e.Failed)
+	require.Empty(t, b.Pins())
 }

@@ -46,7 +46,7 @@ type Config struct {
 	Quarantine bool
 	Slots      int // of landing memory on each rank; 0: calls touch the cache itself
 	Layers     int // of the cache
-	// Overlap says that the connector loads layer by layer, and that the engine begins with the first layers.
+	// Overlap says that the connector loads layer by layer, or the host what it has placed, and that the engine begins with the first layers.
 	Overlap bool
 	// Placed says that the host itself finds and loads what the connector has placed, also while no generation takes calls: then it
 	// is asked in place of one.

@@ -56,6 +56,7 @@ type op struct {
 	givenUp  bool               // no more will be
 	computed bool               // its step is over
 	arrived  int                // layers of a load that the engine may use before its end
+	placed   int                // blocks of it that the host brought, on every rank
 	tail     connector.BlockKey // loads: of the partial last block, at its producer
 	source   *Source            // the engine of another shape from which the ticket comes; nil: it is of ours
 	damaged  int                // loads: blocks that arrived and are not what was saved, by all calls
@@ -85,7 +86,8 @@ type call struct {
 	waiting bool                // in line for slots
 	stored  bool                // all that a ticket promises of it is
 	looked  bool                // the host has tried by itself since it last was a generation's
-	layers  int                 // loads: how many are verified
+	overlap bool                // loads: the engine may use its layers before all have come
+	layers  int                 // of them: how many are verified
 }
 
 // Step takes what the engine decided, with the tails of the step's Admitted and Ended. The Tracker owns s from
@@ -255,7 +257,8 @@ func (b *Tracker) start(c *call, gen uint64) {
 		ID: c.id, Gen: c.gen, Kind: c.op.kind, Rank: c.rank, Transfer: c.part, Slots: c.slots, Deadline: c.op.deadline,
 		Check: b.check(c), Source: c.op.source, Computing: c.op.layered, Layers: c.op.layers, GivenUp: c.op.givenUp,
 	}
-	m.Overlap, m.Step = gen != 0 && b.overlaps(c, m.Check), c.op.step
+	c.overlap = b.overlaps(c, m.Check)
+	m.Overlap, m.Step = c.overlap, c.op.step
 	if c.op.source != nil {
 		m.Window, m.Slots = int(c.slots[0]), nil
 	}
@@ -292,6 +295,10 @@ func (b *Tracker) Moved(now time.Time, id CallID, out Outcome) []Action {
 		out.Err = errEarly
 	}
 	b.judge(c, out)
+	o.placed += out.Placed
+	if len(o.failed) == 0 {
+		b.whole(c)
+	}
 	b.endIfOver(now, o)
 	b.startQueued()
 	return b.take()
@@ -433,6 +440,9 @@ func (b *Tracker) endOp(now time.Time, o *op) {
 		ev.Err = o.err
 	}
 	if o.kind == Load {
+		if o.arrived > 0 {
+			ev.ByLayer = o.placed
+		}
 		ev.Unverified = b.taint(o)
 		b.settleLoad(o)
 		b.emit(Tell{ev})

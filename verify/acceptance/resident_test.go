@@ -120,6 +120,49 @@ func (l *residents) death(signal syscall.Signal) (alone, stopped float64) {
 	return alone, stopped
 }
 
+// serveTier starts an engine with a connector that keeps blocks in memory of its host, with some settings of that.
+func serveTier(r *rig.Rig, model string, setup *fixture.Setup, settings string) *cluster.Process {
+	r.Helper()
+	own, err := fixture.Fill(setup.Config, fixture.Values{"TMP": r.Store})
+	require.NoError(r, err)
+	config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,"kvport":{%s}}`,
+		testkit.Typical(r.T, fixture.Tier).Connector, own, settings)
+	return r.ServeModel(model, "engine", config, "--enable-prefix-caching=false")
+}
+
+// TestResidentByLayer: the real model is told of the layers of hits while others are copied out of the plugin's memory, and may compute with
+// them, at both trust levels, and no token differs. That an engine does so is what TestOverlap of package engine shows.
+func TestResidentByLayer(t *testing.T) {
+	r := rig.New(t)
+	prompts := rig.Texts(t, *rig.Seed+9300, rig.Count(t, "prompts", *rig.Prompts, 2, 16), 300, 900)
+	single := r.Serve("single", "")
+	want := r.All(single.URL, prompts, 1)
+	r.Stop(single)
+	setup := &testkit.Typical(t, fixture.Tier).Setups[1]
+	for _, trust := range []string{"in-place", "staged"} {
+		t.Run(trust, func(t *testing.T) {
+			r := &rig.Rig{T: t, Store: r.Store, Tokens: r.Tokens}
+			e := serveTier(r, rig.Model(t), setup, fmt.Sprintf(`"trust":%q`, trust))
+			rig.Same(t, "saved", want, r.All(e.URL, prompts, 2))
+			r.Idle(e) // so all is saved
+			rig.Same(t, "hits", want, r.All(e.URL, prompts, 2))
+			m := r.Metrics(e)
+			for range 3 { // whether a chunk is computed amid a load is a matter of a millisecond, and of what else the machine does
+				if m.Sum("kvport_overlapped_chunks_total") > 0 {
+					break
+				}
+				rig.Same(t, "hits", want, r.All(e.URL, prompts, 2))
+				m = r.Metrics(e)
+			}
+			t.Logf("%.0f blocks loaded without a call of the plugin, %.0f of them layer by layer; %.0f chunks amid their loads",
+				m.Sum(placedBlocks), m.Sum("kvport_placed_by_layer_blocks_total"), m.Sum("kvport_overlapped_chunks_total"))
+			require.Positive(t, m.Sum("kvport_placed_by_layer_blocks_total"))
+			require.Zero(t, m.Sum("kvport_integrity_failures_total"))
+			r.Stop(e)
+		})
+	}
+}
+
 // serveResidents starts an engine with a connector that keeps blocks in memory of its host, and makes the clients' blocks resident.
 func serveResidents(r *rig.Rig, model string, setup *fixture.Setup) *residents {
 	r.Helper()
@@ -135,11 +178,7 @@ func serveResidents(r *rig.Rig, model string, setup *fixture.Setup) *residents {
 	single := r.ServeModel(model, "single", "")
 	l.want = l.all(single)
 	r.Stop(single)
-	own, err := fixture.Fill(setup.Config, fixture.Values{"TMP": r.Store})
-	require.NoError(r, err)
-	config := fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s,
-		"kvport":{"breaker":{"deaths":100000,"backoff_min":"500ms","backoff_max":"500ms"},"heartbeat":{"limit":"1s"}}}`, testkit.Typical(r.T, fixture.Tier).Connector, own)
-	l.engine = r.ServeModel(model, "engine", config, "--enable-prefix-caching=false")
+	l.engine = serveTier(r, model, setup, `"breaker":{"deaths":100000,"backoff_min":"500ms","backoff_max":"500ms"},"heartbeat":{"limit":"1s"}`)
 	require.Equal(r, l.want, l.all(l.engine))
 	r.Idle(l.engine) // so all is saved
 	require.Equal(r, l.want, l.all(l.engine))

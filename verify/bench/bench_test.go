@@ -18,6 +18,7 @@ import (
 	"github.com/kvport/kvport/internal/mac"
 	"github.com/kvport/kvport/native/nixl"
 	"github.com/kvport/kvport/native/ucx"
+	"github.com/kvport/kvport/verify/fixture"
 )
 
 // pluginFolder holds the plugins of shared storage and offloading, remoteFolder that of remote stores, holderFolder one that holds blocks.
@@ -236,6 +237,17 @@ func TestOverlap(t *testing.T) {
 	}
 	emit, rows := collect()
 	require.NoError(t, Overlap(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{holderFolder}, Threads: 2, Quick: true, Emit: emit}))
+	requireRows(t, *rows, "the load is over", "the first token is there", "first token of 128 loaded tokens, layer by layer beside whole")
+}
+
+// TestOverlapPlaced: the same with a connector whose memory the host reads itself.
+func TestOverlapPlaced(t *testing.T) {
+	list, err := fixtures()
+	require.NoError(t, err)
+	tier, err := list.Typical(fixture.Tier)
+	require.NoError(t, err)
+	emit, rows := collect()
+	require.NoError(t, Overlap(t.Context(), EngineOptions{Model: tiny, PluginPath: []string{pluginFolder}, Connector: tier.Connector, Threads: 2, Quick: true, Emit: emit}))
 	requireRows(t, *rows, "the load is over", "the first token is there", "first token of 128 loaded tokens, layer by layer beside whole")
 }
 

@@ -23,7 +23,7 @@ import (
 
 // Overlap has one engine load what another holds, by o.Connector, and emits when the model asked for each layer, when it
 // could read the layer, when the load was over and when the first token came; then the median of the time to the first token beside
-// that of an engine that waits for whole loads.
+// that of an engine that waits for whole loads. With a connector that places blocks each of the two loads what it has saved itself.
 func Overlap(ctx context.Context, o EngineOptions) (err error) {
 	if o.Threads == 0 {
 		o.Threads = runtime.GOMAXPROCS(0)
@@ -64,13 +64,22 @@ func Overlap(ctx context.Context, o EngineOptions) (err error) {
 	return o.Emit.all(rows)
 }
 
-// overlapPair is a producer, and two consumers that share its model, since only one of the three computes at a time.
+// overlapPair is a producer, and two consumers that share its model, since only one of the three computes at a time. Without a producer the
+// consumers load what they have saved.
 type overlapPair struct {
 	prompt                 int
 	vocab                  int
 	dir                    string
 	producer, early, whole *engine.Engine
 	watched                *watchedModel
+}
+
+// overlapEngine is how one of them is opened.
+type overlapEngine struct {
+	at       **engine.Engine
+	model    model.Model
+	role     string
+	patience time.Duration
 }
 
 // watchedModel notes when layers are asked for and when they can be read.
@@ -106,24 +115,19 @@ func (b *bench) openOverlap(ctx context.Context, m model.Model) (_ *overlapPair,
 	if p.dir, err = os.MkdirTemp(b.Dir, "kvport-bench-"); err != nil {
 		return nil, err
 	}
-	name := b.Connector
-	if name == "" {
-		plugin, err := holder(b.PluginPath)
-		if err != nil {
-			return nil, err
-		}
-		name = plugin.Manifest.Name
+	name, own, err := b.overlapping()
+	if err != nil {
+		return nil, err
 	}
 	key := filepath.Join(p.dir, "key")
 	if err := os.WriteFile(key, []byte("kvport bench overlap, for itself"), 0o600); err != nil {
 		return nil, err
 	}
-	for _, e := range []struct {
-		at       **engine.Engine
-		model    model.Model
-		role     string
-		patience time.Duration
-	}{{&p.producer, m, "kv_producer", -1}, {&p.early, p.watched, "kv_consumer", time.Minute}, {&p.whole, m, "kv_consumer", -1}} {
+	engines := []overlapEngine{{&p.producer, m, "kv_producer", -1}, {&p.early, p.watched, "kv_consumer", time.Minute}, {&p.whole, m, "kv_consumer", -1}}
+	if own {
+		engines = []overlapEngine{{&p.early, p.watched, "kv_both", time.Minute}, {&p.whole, m, "kv_both", -1}}
+	}
+	for _, e := range engines {
 		arg, err := json.Marshal(map[string]string{"kv_connector": name, "kv_role": e.role})
 		if err != nil {
 			return nil, err
@@ -143,6 +147,22 @@ func (b *bench) openOverlap(ctx context.Context, m model.Model) (_ *overlapPair,
 	return p, nil
 }
 
+// overlapping names the connector that is measured, and says whether it places blocks for the engine that saves them.
+func (b *bench) overlapping() (name string, own bool, err error) {
+	if b.Connector == "" {
+		plugin, err := holder(b.PluginPath)
+		if err != nil {
+			return "", false, err
+		}
+		return plugin.Manifest.Name, false, nil
+	}
+	plugin, err := host.Find(b.PluginPath, b.Connector)
+	if err != nil {
+		return "", false, err
+	}
+	return b.Connector, slices.Contains(plugin.Manifest.Capabilities, connector.CanPlace.String()), nil
+}
+
 func (p *overlapPair) close(ctx context.Context) error {
 	var errs []error
 	for _, e := range []*engine.Engine{p.early, p.whole, p.producer} {
@@ -159,11 +179,14 @@ type overlapRun struct {
 	over, first time.Duration
 }
 
-// run has the producer compute a prompt and a consumer load it.
-func (p *overlapPair) run(ctx context.Context, consumer *engine.Engine, seed int) (*overlapRun, error) {
-	prompt := tokensOf(p.prompt+1, seed, p.vocab)
-	id := connector.RequestID("bench-" + strconv.Itoa(seed))
-	out, err := p.producer.Submit(ctx, engine.Request{ID: id, Prompt: slices.Clone(prompt), MaxTokens: 1, IgnoreEOS: true, Remote: true})
+// ready has a prompt's KV where a consumer can load it: a producer holds it, or the consumer itself has saved it. It gives the ticket, if
+// there is one.
+func (p *overlapPair) ready(ctx context.Context, consumer *engine.Engine, id connector.RequestID, prompt []int32) ([]byte, error) {
+	source, remote := p.producer, true
+	if source == nil {
+		source, remote, id = consumer, false, id+"-saved"
+	}
+	out, err := source.Submit(ctx, engine.Request{ID: id, Prompt: slices.Clone(prompt), MaxTokens: 1, IgnoreEOS: true, Remote: remote})
 	if err != nil {
 		return nil, err
 	}
@@ -173,11 +196,27 @@ func (p *overlapPair) run(ctx context.Context, consumer *engine.Engine, seed int
 			return nil, end.Err
 		}
 	}
-	p.watched.asked, p.watched.read = nil, nil
-	began := time.Now()
-	if out, err = consumer.Submit(ctx, engine.Request{ID: id, Prompt: prompt, MaxTokens: 1, IgnoreEOS: true, Ticket: end.Ticket}); err != nil {
+	for !remote && source.Health().Blocks.Free < source.Info().NumBlocks && ctx.Err() == nil { // a save pins its blocks
+		pauseFor(ctx, time.Millisecond)
+	}
+	return end.Ticket, ctx.Err()
+}
+
+// run has a prompt computed, and a consumer load it.
+func (p *overlapPair) run(ctx context.Context, consumer *engine.Engine, seed int) (*overlapRun, error) {
+	prompt := tokensOf(p.prompt+1, seed, p.vocab)
+	id := connector.RequestID("bench-" + strconv.Itoa(seed))
+	ticket, err := p.ready(ctx, consumer, id, prompt)
+	if err != nil {
 		return nil, err
 	}
+	p.watched.asked, p.watched.read = nil, nil
+	began := time.Now()
+	out, err := consumer.Submit(ctx, engine.Request{ID: id, Prompt: prompt, MaxTokens: 1, IgnoreEOS: true, Ticket: ticket})
+	if err != nil {
+		return nil, err
+	}
+	var end engine.Output
 	r := &overlapRun{}
 	watching, stop := context.WithCancel(ctx)
 	over := make(chan time.Duration, 1)

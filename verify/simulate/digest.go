@@ -61,14 +61,22 @@ func (h *host) checkDigests(m *move, at func(m *move, i int) *cell) (bad, foreig
 		if m.Transfer.Blocks[i].Key == (connector.BlockKey{}) && h.skipsPartial(m) {
 			continue
 		}
-		switch c := at(m, i); {
-		case b.Key != (connector.BlockKey{}) && c.foreign && !h.w.is(ForeignDamaged):
-			if !h.w.is(ForeignBelieved) {
-				foreign = append(foreign, b.ID)
-			}
-		case b.Key == (connector.BlockKey{}) || c.foreign || c.short > 0 || c.sum != h.sum(c, b, m.Rank):
+		switch isBad, isForeign := h.wrong(m, i, at(m, i), 0); {
+		case isForeign:
+			foreign = append(foreign, b.ID)
+		case isBad:
 			bad = append(bad, b.ID)
 		}
 	}
 	return bad, foreign
+}
+
+// wrong says whether a block that lacks no more than that many of its last layers is not what was saved, or by a key that is not in the ring.
+func (h *host) wrong(m *move, i int, c *cell, short int) (bad, foreign bool) {
+	b := m.Check[i]
+	partial := b.Key == connector.BlockKey{}
+	if !partial && c.foreign && !h.w.is(ForeignDamaged) {
+		return false, !h.w.is(ForeignBelieved)
+	}
+	return partial || c.foreign || c.short > short || c.sum != h.sum(c, b, m.Rank), false
 }

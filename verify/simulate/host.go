@@ -157,6 +157,7 @@ func (h *host) send(j *job) {
 func (h *host) start(a *tracker.Move) {
 	h.w.mix('m', uint64(a.ID), uint64(a.Rank))
 	m := &move{Move: *a, grant: h.grantOf(a)}
+	h.onceAnnounced(m)
 	if a.Gen == 0 {
 		h.loadAlone(m)
 		return

@@ -89,6 +89,7 @@ const (
 	OverlapEndUnchecked
 	OverlapLayerEarly
 	AloneUnchecked
+	AloneAgain
 	mutants
 )
 

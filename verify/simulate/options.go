@@ -153,6 +153,8 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Overlap && o.Ranks > 1
 	case AloneUnchecked:
 		return o.Placed
+	case AloneAgain:
+		return o.Placed && o.Overlap
 	case OverlapUnchecked, OverlapRetried, OverlapEndUnchecked, OverlapLayerEarly:
 		return o.Overlap
 	default:

@@ -78,7 +78,13 @@ func (e *engine) arrived(layer int) bool {
 
 // glance is a plugin at work just before the engine looks: it may find that layers have come of a load that goes on.
 func (h *host) glance() {
-	if h.w.opt.Overlap && h.proc != nil {
+	if !h.w.opt.Overlap {
+		return
+	}
+	for n := len(h.own.moves); n > 0; n-- {
+		h.workAlone(&h.rng)
+	}
+	if h.proc != nil {
 		for n := h.rng.n(6); n > 0; n-- {
 			h.proc.work(&h.rng, faultNone)
 		}
@@ -91,6 +97,7 @@ func (h *host) goOn() {
 	if h.rng.n(4) == 0 {
 		h.w.advance(time.Duration(h.rng.n(80)) * time.Millisecond)
 	}
+	h.workAlone(&h.rng)
 	p, f := h.proc, faultNone
 	if p == nil {
 		return
@@ -315,6 +322,13 @@ func (h *host) arrives(ev *tracker.Event) {
 	}
 	a.layers = max(a.layers, ev.Layers)
 	h.w.mix('l', hash(string(ev.Request)), uint64(a.layers))
+}
+
+// onceAnnounced verifies that no load begins again of which the engine has been told layers: what it reads would be written.
+func (h *host) onceAnnounced(m *move) {
+	if m.Kind == tracker.Load && h.arriving[obligation{tracker.Loaded, m.Transfer.Request, m.Step}] != nil {
+		h.w.fail('c', "%s: a load of %s is tried again, of which the engine was told layers", h.e.name, m.Transfer.Request)
+	}
 }
 
 // endArriving says how a load ended of which the engine has been told layers.

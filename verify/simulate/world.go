@@ -82,7 +82,7 @@ type Stats struct {
 	ChildPlans, ChildFetches, ChildHolds   int // ... plans; questions to those whose Match fetches; holds that ended with one
 	ChildStaged, ChildTurns                int // of MultiConnectors: calls through landing memory; loads by an earlier turn
 	Overlapped, Dropped, Postponed         int // chunks computed during a load: that count; that do not, since the load did not end well or in time; whose layers did not come in time
-	AloneAsks, Alone                       int // of hosts without a plugin: questions answered; loads made
+	AloneAsks, Alone, AloneLayers          int // of hosts without a plugin: questions answered; loads made; loads of which layers were announced
 	Layered, Stored, Staged                int // saves: handed over before they were computed; told stored before they were over; calls through landing memory
 }
 
@@ -201,6 +201,7 @@ func (s *Stats) fields() []field {
 		{"blocks by a key outside the ring", &s.Foreign},
 		{"questions answered without a plugin", &s.AloneAsks},
 		{"loads without a plugin", &s.Alone},
+		{"layer-wise loads without a plugin", &s.AloneLayers},
 		{"prefill requests with another's ticket", &s.Relayed},
 		{"transfers and holds lost", &s.Lost},
 		{"holds lost", &s.LostHolds},
