@@ -29,11 +29,14 @@ SGLANG_DIR ?= .deps/sglang
 # The part of the full counts that make soak runs: PART=n/N.
 PART      ?= 1/1
 
-# What takes longest begins first, beside everything else.
-LONGEST   := ./verify/acceptance ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
+# What takes longest begins first, beside everything else: in make test, and in make race.
+LONGEST   := ./verify/acceptance ./conformance/mutants ./plugins/multi ./plugins/nixl ./connectors/offload ./cmd/kvport ./host ./verify/simulate ./plugins/p2p ./engine ./verify/simulate/fleet
+RACED     := ./conformance/mutants ./host ./engine ./host/agent ./pipe/tcp
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
 UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/protocol/... ./verify/simulate/... ./verify/attack/... ./plugins/...
+# Packages that have no goroutines at all, nor have their tests, so that there is nothing to detect. Package archtest keeps that true.
+ALONE     := ./conformance/internal/model ./connector ./engine/gguf ./engine/kvcache ./engine/router/admission ./engine/router/internal/fairlru ./engine/router/policy ./engine/sample ./engine/sched ./engine/tokenizer ./internal/fault ./internal/pairid ./internal/strictjson ./internal/tracker ./internal/wire
 # What is built and tested in a copy of the repository, so nothing else needs a processor as much: CI runs it as a stage of its own.
 PLANTED   := ./verify/acceptance/planted
 # What tests leave out, since it takes long: go vet, which make lint runs, and debuggers' symbols, also in the programs that they build.
@@ -102,8 +105,8 @@ soak: deps build ## the tests with their full counts, a part at a time: PART=3/1
 soak-sample: deps build ## some of them, picked by the commit, for at most SAMPLE (120) seconds
 	@$(LEAN) $(PYTHON) scripts/soak.py --sample $(or $(SAMPLE),120)
 
-race: deps build ## the tests under the race detector, shorter, but those of UNRACED
-	$(LEAN) CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout $(TEST_LIMIT) $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED)))
+race: deps build ## the tests under the race detector, shorter, but those of UNRACED and ALONE
+	$(LEAN) CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout $(TEST_LIMIT) $(RACED) $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED) $(ALONE)))
 
 fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them all together
 	@$(LEAN) GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh
