@@ -29,15 +29,18 @@ SGLANG_DIR ?= .deps/sglang
 # The part of the full counts that make soak runs: PART=n/N.
 PART      ?= 1/1
 
-# What takes longest begins first, beside everything else.
-LONGEST   := ./verify/acceptance ./plugins/nixl ./plugins/multi ./plugins/p2p ./conformance/mutants ./verify/simulate
+# What takes longest begins first, beside everything else: in make test, and in make race.
+LONGEST   := ./verify/acceptance ./conformance/mutants ./plugins/multi ./plugins/nixl ./connectors/offload ./cmd/kvport ./host ./verify/simulate ./plugins/p2p ./engine ./verify/simulate/fleet
+RACED     := ./conformance/mutants ./host ./engine ./host/agent ./pipe/tcp
 # What has no goroutines of ours that share memory, or only those that other packages' tests start too: tests that
 # run processes, read files, or play everything in one goroutine.
 UNRACED   := ./internal/sandbox ./verify/bench/... ./cmd/... ./docs ./examples/... ./verify/acceptance/... ./internal/archtest ./verify/names/... ./verify/protocol/... ./verify/simulate/... ./verify/attack/... ./plugins/...
+# Packages that have no goroutines at all, nor have their tests, so that there is nothing to detect. Package archtest keeps that true.
+ALONE     := ./conformance/internal/model ./connector ./engine/gguf ./engine/kvcache ./engine/router/admission ./engine/router/internal/fairlru ./engine/router/policy ./engine/sample ./engine/sched ./engine/tokenizer ./internal/fault ./internal/pairid ./internal/strictjson ./internal/tracker ./internal/wire
 # What is built and tested in a copy of the repository, so nothing else needs a processor as much: CI runs it as a stage of its own.
 PLANTED   := ./verify/acceptance/planted
-# What make test leaves out, since it takes long: debuggers' symbols in its binaries, and go vet, which make lint runs.
-LEAN      := -vet=off -ldflags='-s -w'
+# What tests leave out, since it takes long: go vet, which make lint runs, and debuggers' symbols, also in the programs that they build.
+LEAN      := GOFLAGS='$(GOFLAGS) -vet=off -ldflags=-s'
 # The packages whose tests need failpoints.
 FAULTED   := ./internal/fault ./verify/faultsuite
 
@@ -69,13 +72,13 @@ demo: deps build ## single node against prefill + decode + router; CONNECTOR=NAM
 	@$(GO) run ./examples/demo $(if $(CONNECTOR),--connector $(CONNECTOR)) $(DEMO_ARGS)
 
 test: deps build ## the tests, short counts, except those that need failpoints (test-faults) or a copy of the repository (test-planted); what runs beside the Go tests is printed after them (18 minutes on 2 quiet cores)
-	@scripts/test.sh $(GO) test $(LEAN) -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) $$($(GO) list ./... | grep -vxF "$$($(GO) list $(PLANTED))")
+	@$(LEAN) scripts/test.sh $(GO) test -p $(TEST_P) -timeout $(TEST_LIMIT) $(LONGEST) $$($(GO) list ./... | grep -vxF "$$($(GO) list $(PLANTED))")
 
 test-planted: deps build ## the test that a new connector takes its folder, its plugin and its page, and nothing else: in a copy of the repository
-	$(GO) test $(LEAN) -count 1 -timeout $(TEST_LIMIT) $(PLANTED)
+	$(LEAN) $(GO) test -count 1 -timeout $(TEST_LIMIT) $(PLANTED)
 
 test-faults: ## the tests that need failpoints: a kill and an error at each; CI runs them as a stage of their own
-	$(GO) test $(LEAN) -tags kvport_fault -v -timeout $(TEST_LIMIT) $(FAULTED)
+	$(LEAN) $(GO) test -tags kvport_fault -v -timeout $(TEST_LIMIT) $(FAULTED)
 
 pytest: pylint ## the tests of python/, without vLLM; needs make deps build
 	cd python && GO="$(GO)" $(PY)/python -m pytest
@@ -97,19 +100,19 @@ native-asan: deps ## the tests of native/ under the address sanitizer; without i
 	ASAN_OPTIONS=detect_leaks=0 KVPORT_NATIVE_TEST=1 CGO_ENABLED=1 $(GO) test -asan -count 1 -timeout 10m ./native/...
 
 soak: deps build ## the tests with their full counts, a part at a time: PART=3/12 runs the third of twelve, at most 45 minutes a call; a call goes on where the last one stopped
-	@$(PYTHON) scripts/soak.py --part $(PART)
+	@$(LEAN) $(PYTHON) scripts/soak.py --part $(PART)
 
 soak-sample: deps build ## some of them, picked by the commit, for at most SAMPLE (120) seconds
-	@$(PYTHON) scripts/soak.py --sample $(or $(SAMPLE),120)
+	@$(LEAN) $(PYTHON) scripts/soak.py --sample $(or $(SAMPLE),120)
 
-race: deps build ## the tests under the race detector, shorter, but those of UNRACED
-	CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout $(TEST_LIMIT) $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED)))
+race: deps build ## the tests under the race detector, shorter, but those of UNRACED and ALONE
+	$(LEAN) CGO_ENABLED=1 $(GO) test -race -short -p $(TEST_P) -timeout $(TEST_LIMIT) $(RACED) $$($(GO) list ./... | grep -vxFf <($(GO) list $(UNRACED) $(ALONE)))
 
 fuzz: ## run each fuzz target for FUZZTIME (30s); FUZZ_TOTAL=SECONDS caps them all together
-	@GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh
+	@$(LEAN) GO="$(GO)" FUZZTIME="$(FUZZTIME)" scripts/fuzz.sh
 
 conform: deps build ## run the conformance suite against every plugin
-	@PLUGINS="$(PLUGINS)" scripts/conform.sh
+	@$(LEAN) PLUGINS="$(PLUGINS)" scripts/conform.sh
 
 attack: deps build ## attack the binaries as clients, strangers, servers and plugins would (docs/attacks.md), for SAMPLE seconds if given, picked by the commit; ATTACK_ARGS='-run plugin/' is passed on
 	@$(GO) run ./verify/attack $(if $(SAMPLE),-sample $(SAMPLE)s -seed 0x$(shell git rev-parse --short=15 HEAD 2>/dev/null || echo 1)) $(ATTACK_ARGS)

@@ -30,8 +30,6 @@ func TestMain(m *testing.M) {
 		sdk.Serve(p())
 	}
 	switch name {
-	case "kvport-control":
-		os.Exit(controlServer(os.Args[1:]))
 	case "kvport-files-service":
 		if len(os.Environ()) > 0 && os.Getenv("PLUGIN_CLIENT_CERT") == "" && len(os.Args) == 1 {
 			os.Exit(0) // started by hand

@@ -1,17 +1,14 @@
 package mutants_test
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/conformance"
@@ -20,9 +17,8 @@ import (
 )
 
 const (
-	addressVariable = "KVPORT_TEST_REDIS"
-	password        = "pw"
-	controlUser     = "control" // to whom the server never closes
+	password    = "pw"
+	controlUser = "control" // to whom the server never closes
 )
 
 // changing are the cases that need a control program where the server is somebody else's.
@@ -32,83 +28,14 @@ func changing() []string {
 	}
 }
 
-// controlServer is a control program for a Redis server, as an author would write one for another server. The test binary is it by another name.
-func controlServer(words []string) (code int) {
-	ctx := context.Background()
-	c := redis.NewClient(&redis.Options{Addr: os.Getenv(addressVariable), Username: controlUser, Password: password, Protocol: 2, DisableIdentity: true})
-	defer c.Close()
-	var err error
-	switch words[0] {
-	case "list":
-		for _, name := range c.Keys(ctx, os.Getenv(conformance.UniqueVariable)+"*").Val() {
-			_, _ = fmt.Fprintln(os.Stdout, name)
-		}
-	case "get":
-		var value []byte
-		if value, err = c.Get(ctx, words[1]).Bytes(); err == nil {
-			_, err = os.Stdout.Write(value)
-		}
-	case "put":
-		var value []byte
-		if value, err = io.ReadAll(os.Stdin); err == nil {
-			err = c.Set(ctx, words[1], value, 0).Err()
-		}
-	case "remove":
-		err = c.Del(ctx, words[1]).Err()
-	case "refuse":
-		err = jam(ctx, c)
-	default:
-		orders, known := controlOrders()[words[0]]
-		if !known {
-			return 64
-		}
-		if words[0] == "mend" {
-			for c.Do(ctx, "script", "kill").Err() == nil { // until there is none any more
-			}
-		}
-		err = give(ctx, c, orders)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return 0
-}
-
-// give sends orders until one fails.
-func give(ctx context.Context, c *redis.Client, orders [][]any) error {
-	for _, order := range orders {
-		if err := c.Do(ctx, order...).Err(); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// jam has the server run a script without an end: it answers every request with BUSY meanwhile.
-func jam(ctx context.Context, c *redis.Client) error {
-	if err := c.Do(ctx, "config", "set", "lua-time-limit", "20").Err(); err != nil {
-		return err
-	}
-	o := *c.Options()
-	o.ReadTimeout, o.MaxRetries = 20*time.Millisecond, -1
-	once := redis.NewClient(&o)
-	defer once.Close()
-	_ = once.Do(ctx, "eval", "while true do end", "0").Err() // nobody waits for the answer
-	for {
-		if err := c.Ping(ctx).Err(); err != nil && strings.HasPrefix(err.Error(), "BUSY") {
-			return nil
-		}
-	}
-}
-
-func controlOrders() map[string][][]any {
-	return map[string][][]any{
-		"restart": {{"flushall"}, {"client", "kill", "type", "normal", "skipme", "yes"}},
-		"full":    {{"config", "set", "maxmemory-policy", "noeviction"}, {"config", "set", "maxmemory", "1"}},
-		"lock":    {{"config", "set", "requirepass", "another"}},
-		"mend":    {{"config", "set", "maxmemory", "0"}, {"config", "set", "requirepass", password}},
-	}
+// controlProgram builds testdata/control. A case starts it for each value, so it is a small program of its own and not this one by another
+// name, which takes far longer to start, above all with the race detector in it.
+func controlProgram(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "control")
+	out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", path, "./testdata/control").CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	return path
 }
 
 // controlled makes what the suite needs for a server that it does not know: Remote with a relay to the server, and a control program.
@@ -118,7 +45,8 @@ func controlled(t *testing.T) func(fault, program string) conformance.Maker {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, server.Close()) })
 	require.NoError(t, server.Do(t.Context(), "acl", "setuser", controlUser, "on", ">"+password, "~*", "&*", "+@all"))
-	t.Setenv(addressVariable, server.Address)
+	t.Setenv("KVPORT_TEST_REDIS", fmt.Sprintf("redis://%s:%s@%s", controlUser, password, server.Address))
+	t.Setenv("KVPORT_TEST_PASSWORD", password)
 	file := filepath.Join(t.TempDir(), "password")
 	require.NoError(t, os.WriteFile(file, []byte(password), 0o600))
 	return func(fault, program string) conformance.Maker {
@@ -131,7 +59,7 @@ func controlled(t *testing.T) func(fault, program string) conformance.Maker {
 // With a control program the cases of profile remote that change what lies in a server run with any server: right connectors pass, and
 // wrong ones are found.
 func TestControlledServer(t *testing.T) {
-	maker, program := controlled(t), plugin(t, "kvport-control")
+	maker, program := controlled(t), controlProgram(t)
 	o := conformance.Options{Profiles: []conformance.Profile{conformance.Remote}, Only: changing()}
 	for _, r := range conformance.Check(t.Context(), maker("", program), o) {
 		require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
@@ -157,7 +85,7 @@ func TestControlledServer(t *testing.T) {
 
 // What a control program does not know of the words for values of others, or fails to do, is never a fault of the connector.
 func TestOthersBehindAControlProgram(t *testing.T) {
-	maker, inner := controlled(t), plugin(t, "kvport-control")
+	maker, inner := controlled(t), controlProgram(t)
 	const third = `if [ $1 = get ]; then echo >> "$0.gets"; n=$(wc -l < "$0.gets"); else n=0; fi; ` // of each run two come before the connector opens
 	for name, c := range map[string]struct {
 		script string
@@ -202,7 +130,7 @@ func TestControlProgramThatCannot(t *testing.T) {
 // A control program that fails when there is nothing to mend, as most do, serves all cases whose words it knows; one that cannot end what it
 // did is named in the case that it did it in.
 func TestControlProgramThatMends(t *testing.T) {
-	maker, inner := controlled(t), plugin(t, "kvport-control")
+	maker, inner := controlled(t), controlProgram(t)
 	script := func(mend string) string {
 		dir := t.TempDir()
 		path := filepath.Join(dir, "control")

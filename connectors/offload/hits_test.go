@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,18 +27,41 @@ var (
 	flagTurns = flag.Int("turns", 0, "turns of TestManyTurns; 0: 7, or 40 with KVPORT_SOAK=1")
 )
 
-// binaries builds kvport and the plugin, and gives kvport's path.
+// binaryFolder is where buildBinaries puts kvport and the plugin. TestMain makes and removes it.
+var binaryFolder string
+
+// buildBinaries builds them once for all tests.
+var buildBinaries = sync.OnceValue(func() error {
+	for name, pkg := range map[string]string{"kvport": "cmd/kvport", "kvport-offload": "plugins/offload"} {
+		out, err := exec.Command("go", "build", "-buildvcs=false", "-o", filepath.Join(binaryFolder, name), "../../"+pkg).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("build %s: %w\n%s", name, err, out)
+		}
+	}
+	return nil
+})
+
+func TestMain(m *testing.M) { os.Exit(withFolder(m)) }
+
+func withFolder(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "kvport-offload-test-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	binaryFolder = dir
+	return m.Run()
+}
+
+// binaries are kvport and the plugin, which it finds beside it; it gives kvport's path.
 func binaries(t *testing.T) string {
 	t.Helper()
 	if testing.Short() {
 		t.Skip("runs processes: left out with -short, which the race stage uses")
 	}
-	dir := t.TempDir()
-	for name, pkg := range map[string]string{"kvport": "cmd/kvport", "kvport-offload": "plugins/offload"} {
-		out, err := exec.Command("go", "build", "-buildvcs=false", "-o", filepath.Join(dir, name), "../../"+pkg).CombinedOutput()
-		require.NoError(t, err, "%s", out)
-	}
-	return filepath.Join(dir, "kvport")
+	require.NoError(t, buildBinaries())
+	return filepath.Join(binaryFolder, "kvport")
 }
 
 func serve(t *testing.T, kvport, model, extra string, args ...string) *cluster.Process {
@@ -124,9 +148,9 @@ func (s *policySimulation) request(t *testing.T, who, blocks int) (hits int) {
 func settled(t *testing.T, client *cluster.Client, p *cluster.Process) {
 	t.Helper()
 	for end := time.Now().Add(time.Minute); ; {
-		m, err := client.Metrics(t.Context(), p.URL)
+		h, err := client.Health(t.Context(), p.URL) // all metrics would take longer than many a request
 		require.NoError(t, err)
-		if m.Sum("kvport_blocks", `state="pinned"`) == 0 {
+		if h.Blocks.Pinned == 0 {
 			return
 		}
 		require.True(t, time.Now().Before(end), "saves are not acknowledged")

@@ -68,6 +68,7 @@ func rules() []rule {
 		{"connector name", checkNames},
 		{"machine path", checkMachinePaths},
 		{"plain words", checkWords},
+		{"race detector", checkAlone},
 	}
 }
 

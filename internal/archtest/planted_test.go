@@ -15,6 +15,7 @@ func clean() map[string]string {
 	return map[string]string{
 		"go.mod":                        "module github.com/kvport/kvport\n\ngo 1.26\n",
 		"tools/go.mod":                  "module github.com/kvport/kvport/tools\n",
+		"Makefile":                      "ALONE := ./internal/shm\n",
 		"README.md":                     "See ./work/notes and https://example.org/home/page. There is DiskConnector.\n",
 		"connector/connector.go":        "// Package connector is the contract.\npackage connector\n\n// Plugin is a connector.\ntype Plugin struct {\n\tName    string\n\tAliases []string\n}\n",
 		"connectors/disk/disk.go":       "// Package disk stores.\npackage disk\n\nimport \"github.com/kvport/kvport/connector\"\n\nconst name = \"DiskConnector\"\n\n// Plugin is the disk connector.\nfunc Plugin() connector.Plugin { return connector.Plugin{Name: name, Aliases: []string{\"disk\"}} }\n",
@@ -144,6 +145,10 @@ func planted() []violation {
 		{"plain words", "plugins/disk/x.go", source("main", "const text = \"the disk stands still\""), 4},
 		{"plain words", "plugins/disk/x.go", source("main", "type newsDesk int"), 4},
 		{"plain words", "plugins/disk/x.proto", "syntax = \"proto3\";\n// It is all but\n// for that.\n", 2},
+		{"race detector", "internal/shm/x.go", source("shm", "func start() { go start() }"), 4},
+		{"race detector", "internal/shm/x_test.go", source("shm", "func both(t interface{ Parallel() }) { t.Parallel() }"), 4},
+		{"race detector", "internal/shm/x.go", source("shm", `import _ "unsafe"`), 4},
+		{"race detector", "Makefile", "ALONE := ./internal/nothing\n", 0},
 		{"plain words", "README.md", "A line.\nIt holds. Who reads\nlearns it.\n", 2},
 	}
 }

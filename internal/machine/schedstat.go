@@ -17,8 +17,9 @@ type SchedStat struct {
 func SchedStats(folders ...string) iter.Seq2[string, SchedStat] {
 	return func(yield func(string, SchedStat) bool) {
 		for _, folder := range folders {
-			paths, _ := filepath.Glob(filepath.Join(folder, "*", "schedstat")) // the pattern is good
-			for _, path := range paths {
+			threads, _ := os.ReadDir(folder) // not by a pattern: that would list all that /proc has of each thread
+			for _, thread := range threads {
+				path := filepath.Join(folder, thread.Name(), "schedstat")
 				data, _ := os.ReadFile(path) //nolint:gosec // below /proc
 				var s SchedStat
 				if _, err := fmt.Sscan(string(data), &s.Ran, &s.Waited, &s.Slices); err == nil && !yield(path, s) {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -53,9 +52,9 @@ func TestAuto(t *testing.T) {
 // program is the plugin of a fixture: as make build has built it, a program that needs no build, or an example, which is built.
 func program(t *testing.T, f *fixture.Fixture) string {
 	t.Helper()
-	name, root := "kvport-"+filepath.Base(f.Folder), testkit.Root(t)
+	root := testkit.Root(t)
 	if strings.HasPrefix(f.Folder, "plugins/") {
-		path := filepath.Join(root, "bin", name)
+		path := filepath.Join(root, "bin", "kvport-"+filepath.Base(f.Folder))
 		require.FileExists(t, path, "run make build first")
 		return path
 	}
@@ -67,8 +66,5 @@ func program(t *testing.T, f *fixture.Fixture) string {
 		}
 		return scripts[0]
 	}
-	path := filepath.Join(t.TempDir(), name)
-	out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", path, filepath.Join(root, f.Folder)).CombinedOutput()
-	require.NoError(t, err, "%s", out)
-	return path
+	return example(t, filepath.Base(f.Folder))
 }

@@ -2,7 +2,6 @@ package acceptance
 
 import (
 	"fmt"
-	"os/exec"
 	"path/filepath"
 	"testing"
 
@@ -20,11 +19,8 @@ func TestExamples(t *testing.T) {
 	for name, connector := range map[string]string{"custom": "CustomExample", "database": "DatabaseExample", "p2p": "PeerExample"} {
 		t.Run(name, func(t *testing.T) {
 			r := rig.New(t)
-			path := filepath.Join(t.TempDir(), "kvport-"+name)
-			output, err := exec.Command("go", "build", "-buildvcs=false", "-o", path, "../../examples/"+name).CombinedOutput()
-			require.NoError(t, err, "%s", output)
 			dir := shortDir(t)
-			_, d, router := r.Pair(fmt.Sprintf(`"kv_connector":%q,"kv_connector_module_path":%q,"kv_connector_extra_config":{"dir":%q}`, connector, path, dir))
+			_, d, router := r.Pair(fmt.Sprintf(`"kv_connector":%q,"kv_connector_module_path":%q,"kv_connector_extra_config":{"dir":%q}`, connector, example(t, name), dir))
 			rig.Same(t, "P/D with "+connector, want, r.All(router.URL, prompts, 4))
 			external := r.Metrics(d).Sum("kvport_prompt_tokens_total", `source="external"`)
 			t.Logf("tokens from the connector: %.0f", external)

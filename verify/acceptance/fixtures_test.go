@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -63,24 +64,46 @@ func (s *scene) extra(t *testing.T, b backend, role string) string {
 // title is the scene's name and how it is set up.
 func (s *scene) title() string { return strings.TrimSuffix(s.name+", "+s.Name, ", ") }
 
+// exampleFolder is where buildExamples puts its programs. TestMain makes and removes it.
+var exampleFolder string
+
+// buildExamples builds the examples that are Go programs as kvport-example-NAME, once for all tests: to link one takes longer than most tests.
+var buildExamples = sync.OnceValue(func() error {
+	mains, err := filepath.Glob("../../examples/*/main.go")
+	if err != nil {
+		return err
+	}
+	args := []string{"build", "-buildvcs=false", "-o", exampleFolder + "/"}
+	var names []string
+	for _, main := range mains {
+		if name := filepath.Base(filepath.Dir(main)); name != "demo" {
+			names, args = append(names, name), append(args, "../../examples/"+name)
+		}
+	}
+	if out, err := exec.Command("go", args...).CombinedOutput(); err != nil {
+		return fmt.Errorf("build the examples: %w\n%s", err, out)
+	}
+	for _, name := range names {
+		if err := os.Rename(filepath.Join(exampleFolder, name), filepath.Join(exampleFolder, "kvport-example-"+name)); err != nil {
+			return err
+		}
+	}
+	return nil
+})
+
+// example is the program of an example in Go.
+func example(t *testing.T, name string) string {
+	t.Helper()
+	require.NoError(t, buildExamples())
+	return filepath.Join(exampleFolder, "kvport-example-"+name)
+}
+
 // pluginPath are the folders in which the connectors are found: those of make build, the example in Python, and
-// the examples that make build leaves out.
+// the examples that are built here.
 func pluginPath(t *testing.T) []string {
 	t.Helper()
-	dir := t.TempDir()
-	bin := filepath.Join(testkit.Root(t), "bin")
-	mains, err := filepath.Glob(filepath.Join(testkit.Root(t), "examples", "*", "main.go"))
-	require.NoError(t, err)
-	for _, main := range mains {
-		folder := filepath.Dir(main)
-		name := filepath.Base(folder)
-		if _, err := os.Stat(filepath.Join(bin, "kvport-"+name)); name == "demo" || err == nil && name != "p2p" {
-			continue
-		}
-		out, err := exec.CommandContext(t.Context(), "go", "build", "-o", filepath.Join(dir, "kvport-example-"+name), folder).CombinedOutput()
-		require.NoError(t, err, "%s", out)
-	}
-	return []string{bin, filepath.Join(testkit.Root(t), "examples", "python"), dir}
+	require.NoError(t, buildExamples())
+	return []string{filepath.Join(testkit.Root(t), "bin"), filepath.Join(testkit.Root(t), "examples", "python"), exampleFolder}
 }
 
 // scenes are all connectors that answer with a manifest, each once and as its fixture sets it up first, or those of

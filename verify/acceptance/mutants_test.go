@@ -24,7 +24,7 @@ const (
 	plainBinary  = "kvport-plain-mutant-"
 )
 
-// TestMain serves a wrong connector when the binary is started under a plugin's name.
+// TestMain serves a wrong connector when the binary is started under a plugin's name, and else runs the tests.
 func TestMain(m *testing.M) {
 	name := filepath.Base(os.Args[0])
 	for _, prefix := range []string{mutantBinary, plainBinary} {
@@ -42,7 +42,19 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(2)
 	}
-	os.Exit(m.Run())
+	os.Exit(withExamples(m))
+}
+
+// withExamples runs the tests with a folder for the examples that they build.
+func withExamples(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "kvport-examples-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	exampleFolder = dir
+	return m.Run()
 }
 
 // trusted are the cases whose breach the engine does not survive at trust level in-place: the plugin

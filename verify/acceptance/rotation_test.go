@@ -30,6 +30,7 @@ import (
 func TestKeyRotation(t *testing.T) {
 	for _, f := range rig.Connectors(t, func(f *fixture.Fixture) bool { return f.LayerWise != nil }) {
 		t.Run(f.Connector, func(t *testing.T) {
+			t.Parallel() // most of it is waiting until files are read again
 			r := rig.New(t)
 			r.Tokens = 4
 			rotate(&rotation{Rig: r}, f)
@@ -202,6 +203,10 @@ func (r *rotation) underLoad() (stop func() int64) {
 				r.Errorf("request %d: tokens %v, want %v", sent.Load(), got.Tokens, r.want[i].Tokens)
 			}
 			sent.Add(1)
+			select {
+			case <-time.After(20 * time.Millisecond): // else the requests take all there is of the processors
+			case <-ctx.Done():
+			}
 		}
 	})
 	return func() int64 {

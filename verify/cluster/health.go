@@ -15,7 +15,15 @@ var ErrTooLate = errors.New("the load was over before the fault")
 // Health is the part of an engine's /health that faults are checked against.
 type Health struct {
 	Status    string    `json:"status"`
+	Blocks    Blocks    `json:"blocks"`
 	Connector Connector `json:"connector"`
+}
+
+// Blocks counts those slots of an engine's cache that are not free.
+type Blocks struct {
+	Used   int `json:"used"`   // belong to requests
+	Pinned int `json:"pinned"` // a running transfer reads or writes them
+	Held   int `json:"held"`   // kept for consumers
 }
 
 // Connector is how an engine's connector is, or a child of it.

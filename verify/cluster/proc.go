@@ -12,9 +12,10 @@ import (
 // Children lists the pids of the live children of pid, zombies left out.
 func Children(pid int) []int {
 	var out []int
-	tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	folder := fmt.Sprintf("/proc/%d/task", pid)
+	tasks, _ := os.ReadDir(folder)
 	for _, task := range tasks {
-		data, err := os.ReadFile(task)
+		data, err := os.ReadFile(filepath.Join(folder, task.Name(), "children"))
 		if err != nil {
 			continue
 		}
