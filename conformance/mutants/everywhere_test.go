@@ -111,7 +111,8 @@ func judge(t *testing.T, what string, h conformance.Maker, id string, want confo
 		o.Budget = 300 * time.Millisecond // longer histories of right connectors are other tests'
 	}
 	r := conformance.Check(t.Context(), h, o)[0]
-	for ; o.Seed < 12 && want == conformance.Fail && r.Status == conformance.Pass && byChance("", id); o.Seed++ {
+	for o.Seed < 12 && want == conformance.Fail && r.Status == conformance.Pass && byChance("", id) {
+		o.Seed++
 		r = conformance.Check(t.Context(), h, o)[0]
 	}
 	if decided(t, r) {
