@@ -49,8 +49,7 @@ func (w *loadWatch) run(done <-chan struct{}, say func(string)) {
 	}
 }
 
-// dump is what everybody does while somebody loads. Who holds the lock of the index is among the goroutines, so they come first, and the
-// index only if it answers.
+// dump is what everybody does while somebody loads. The index comes last, and only if it answers: one of the goroutines may have its lock.
 func (w *loadWatch) dump(loader int, took time.Duration) string {
 	stacks := make([]byte, 1<<20)
 	stacks = stacks[:runtime.Stack(stacks, true)]

@@ -32,7 +32,7 @@ func rightFor(c *conformance.Case) connector.Plugin {
 	return mutants.Reference()
 }
 
-// hidden are the cases whose wrong connectors do as right ones do where a host stands before them, and why. Each is wrong in one process.
+// hidden are the cases whose wrong connectors do as right ones do behind a host, and why. Each is wrong in one process.
 func hidden() map[string]hiding {
 	announced := hiding{staged: true, why: "the host announces a load itself, when it has copied and verified all of it"}
 	return map[string]hiding{
