@@ -33,6 +33,9 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, placerMain(order))
 		os.Exit(1)
 	}
+	if os.Getenv(spinEnv) != "" {
+		spinMain()
+	}
 	os.Exit(withPlugin(m))
 }
 

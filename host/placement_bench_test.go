@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -21,17 +22,21 @@ import (
 
 // placedBench is an engine with the plugin of a tier, whose blocks are all resident.
 type placedBench struct {
-	*testing.B
+	testing.TB
 	*Host
 	keys   []connector.BlockKey
 	plugin int32 // the clock of its processor time
 	step   uint64
-	load   connector.RequestID
+	last   connector.RequestID // of a load
+	stuck  chan struct{}       // closed when nobody waits any longer for a load; nil: everybody does
 }
 
-const benchBlocks = 128
+const (
+	benchBlocks = 128 // that are saved
+	benchRoom   = 32  // behind them, for loads
+)
 
-func newPlacedBench(b *testing.B, layers int) *placedBench {
+func newPlacedBench(b testing.TB, layers int) *placedBench {
 	b.Helper()
 	f := testkit.Typical(b, fixture.Tier)
 	dir := b.TempDir()
@@ -41,14 +46,16 @@ func newPlacedBench(b *testing.B, layers int) *placedBench {
 	out, err := build.CombinedOutput()
 	require.NoError(b, err, "%s", out)
 	const part = 24 << 10
-	layout := connector.Layout{Name: "bench", Blocks: benchBlocks + 1, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
+	layout := connector.Layout{Name: "bench", Blocks: benchBlocks + benchRoom, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
 	for layer := range layers {
-		layout.Segments = append(layout.Segments, connector.Segment{Layer: layer, Offset: int64(layer) * part * (benchBlocks + 1), BlockStride: part, Bytes: part})
+		layout.Segments = append(layout.Segments, connector.Segment{Layer: layer, Offset: int64(layer) * part * (benchBlocks + benchRoom), BlockStride: part, Bytes: part})
 	}
 	layout, size := WithDigests(layout)
 	region, err := NewRegion(size)
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, region.Close()) })
+	_, err = rand.NewChaCha8([32]byte{}).Read(region.Bytes())
+	require.NoError(b, err)
 	extra, err := json.Marshal(map[string]any{"cpu_bytes_to_use": 2 * size})
 	require.NoError(b, err)
 	cfg, err := ParseConfig(fmt.Sprintf(`{"kv_connector":%q,"kv_role":"kv_both","kv_connector_extra_config":%s}`, f.Connector, extra))
@@ -57,7 +64,7 @@ func newPlacedBench(b *testing.B, layers int) *placedBench {
 	eng := Engine{Model: connector.NewFingerprint("bench"), Shape: connector.NewFingerprint("shape"), Layout: layout, Ranks: []*Region{region}}
 	h, err := Open(b.Context(), cfg, eng, Options{PluginPath: []string{dir}, Log: slog.New(slog.DiscardHandler)})
 	require.NoError(b, err)
-	p := &placedBench{B: b, Host: h, keys: keys(1, benchBlocks)}
+	p := &placedBench{TB: b, Host: h, keys: keys(1, benchBlocks)}
 	b.Cleanup(func() {
 		go func() {
 			for range h.Events() { // what nobody waits for
@@ -76,10 +83,16 @@ func (p *placedBench) do(s *connector.Step, kind EventKind) {
 	p.step++
 	s.ID = p.step
 	p.Step(s)
-	for e := range p.Events() {
-		if e.Kind == kind {
-			require.Empty(p, e.Failed)
-			return
+	for {
+		select {
+		case e, open := <-p.Events():
+			require.True(p, open)
+			if e.Kind == kind {
+				require.Empty(p, e.Failed)
+				return
+			}
+		case <-p.stuck:
+			p.FailNow()
 		}
 	}
 }
@@ -100,16 +113,22 @@ func (p *placedBench) lookUp(int) {
 	require.Equal(p, 32*blockTokens, m.Tokens)
 }
 
-// loadOne loads a block, as the engine does for an admitted request.
-func (p *placedBench) loadOne(n int) {
+// loadOne loads a block.
+func (p *placedBench) loadOne(n int) { p.load(n%benchBlocks, 1) }
+
+// load loads blocks that were saved to the places behind them, as the engine does for an admitted request.
+func (p *placedBench) load(at, n int) (to []connector.Block) {
 	s := &connector.Step{}
-	if p.load != "" {
-		s.Ended = []connector.Ended{{Request: p.load, Reason: connector.ReasonLength, Tokens: blockTokens}}
+	if p.last != "" {
+		s.Ended = []connector.Ended{{Request: p.last, Reason: connector.ReasonLength, Tokens: blockTokens}}
 	}
-	p.load = connector.RequestID(fmt.Sprint("load ", p.step))
-	s.Arrived = []connector.Query{query(string(p.load), p.keys[:1])}
-	s.Admitted = []connector.Transfer{{Request: p.load, Tokens: blockTokens, Blocks: []connector.Block{{ID: benchBlocks, Key: p.keys[n%benchBlocks]}}}}
+	p.last = connector.RequestID(fmt.Sprint("load ", p.step))
+	keys := p.keys[at : at+n]
+	to = blocksOf(keys, benchBlocks)
+	s.Arrived = []connector.Query{query(string(p.last), keys)}
+	s.Admitted = []connector.Transfer{{Request: p.last, Tokens: n * blockTokens, Blocks: to}}
 	p.do(s, Loaded)
+	return to
 }
 
 // BenchmarkPlacement asks and loads by message and from the index, in turns in one run: the median time, and the processor time of both

@@ -53,8 +53,8 @@ type placerRig struct {
 	due                                       chan struct{} // it has
 	accepted, refused, matched, wrong, faults atomic.Int64
 	saved                                     atomic.Int64
-	before                                    int64                       // of saved, when this life began
-	since                                     [placerReaders]atomic.Int64 // when a reader's load began, in Unix ns; 0: none is under way
+	before                                    int64 // of saved, when this life began
+	late                                      *loadWatch
 }
 
 func newPlacerRig(t *testing.T, lies bool) *placerRig {
@@ -223,9 +223,9 @@ func (r *placerRig) read(reader int, most int64) {
 		if _, ok := r.p.match(&connector.Query{Tokens: 16, Keys: []connector.BlockKey{b.Key}}); ok {
 			r.matched.Add(1)
 		}
-		r.since[reader].Store(time.Now().UnixNano())
+		r.late.begin(reader)
 		came := r.p.load(r.Context(), r.rank, 0, []connector.Block{b})
-		r.since[reader].Store(0)
+		r.late.end(reader)
 		if !came {
 			r.refused.Add(1)
 			runtime.Gosched()
@@ -249,26 +249,6 @@ func (r *placerRig) read(reader int, most int64) {
 	}
 }
 
-// watch says with the stacks of all goroutines which load does not end.
-func (r *placerRig) watch(done <-chan struct{}) {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for {
-		select {
-		case <-done:
-			return
-		case now := <-tick.C:
-			for i := range r.since {
-				if at := r.since[i].Load(); at != 0 && now.UnixNano()-at > int64(time.Minute) {
-					stacks := make([]byte, 1<<20)
-					r.Errorf("reader %d has been loading for a minute, %d blocks are in the index:\n%s", i, r.p.host.Resident(), stacks[:runtime.Stack(stacks, true)])
-					return
-				}
-			}
-		}
-	}
-}
-
 // Rules PLACE-20, PLACE-23 and PLACE-31: readers, and writers into lent slots, beside a plugin process that writes, lends and evicts, and is killed at any moment,
 // accept only what is right, and no slot is lost; beside one that writes anything anywhere and names any slot, too.
 func TestPlacementAcrossProcesses(t *testing.T) {
@@ -285,9 +265,9 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 	}{{"honest", false}, {"liar", true}} {
 		t.Run(c.name, func(t *testing.T) {
 			r := newPlacerRig(t, c.lies)
-			r.each, r.due = loads/lives, make(chan struct{}, lives+placerReaders)
+			r.each, r.due, r.late = loads/lives, make(chan struct{}, lives+placerReaders), newLoadWatch(placerReaders, time.Minute, r.p)
 			done := make(chan struct{})
-			go r.watch(done)
+			go r.late.run(done, func(text string) { t.Error(text) })
 			r.start()
 			stop := make(chan struct{})
 			var readers, writers sync.WaitGroup

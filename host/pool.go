@@ -15,7 +15,7 @@ import (
 const (
 	leastLent  = 32                     // slots that a rank would like to have, however small its saves are
 	tellWithin = 100 * time.Millisecond // after which the plugin hears what was written, if nothing has to be asked before
-	idleAfter  = 5 * time.Second        // after which slots that nobody needs are given back
+	idleAfter  = time.Minute            // after which slots that nobody needs are given back: a user who answers sooner finds them lent
 )
 
 // pool are the empty slots that the plugin has lent one rank ahead of saves, and what it has to hear about those that it lent before

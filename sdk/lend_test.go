@@ -13,6 +13,7 @@ import (
 type lendingStore struct {
 	*powerful
 	lends int
+	asked int // how often for slots
 	back  []uint64
 	fail  any                         // what Back panics with
 	below map[connector.StoreKey]bool // blocks that are not in memory any more
@@ -20,6 +21,7 @@ type lendingStore struct {
 
 // Placed implements Placing.
 func (l *lendingStore) Placed(keys []connector.StoreKey) []uint32 {
+	l.asked++
 	return l.powerful.Placed(slices.DeleteFunc(slices.Clone(keys), func(k connector.StoreKey) bool { return l.below[k] }))
 }
 
@@ -119,6 +121,23 @@ func TestLendTellsOfWhatIsBelow(t *testing.T) {
 	events := take(t, scheduler)
 	require.Len(t, events, 1, "nobody knows whether the last one is there")
 	require.Equal(t, connector.BlocksRemoved, events[0].Kind)
+}
+
+// A Store that still has all that the host has written is not asked about each block.
+func TestLendAsksOnce(t *testing.T) {
+	store := &lendingStore{powerful: &powerful{memory: newMemory()}, lends: 5}
+	env := testEnv(0, 1)
+	env.Placement = &connector.Placement{Slots: 10, SlotBytes: 100, Epoch: 1, Serial: 1}
+	scheduler, l := lender(t, store, env)
+	bs := blocks(8)
+	for _, b := range bs {
+		store.host(connector.NewStoreKey(b.Key, env.Shape, 0, connector.Shard{World: 1}))
+	}
+	loan, err := l.Lend(t.Context(), &connector.Lending{Written: bs})
+	require.NoError(t, err)
+	require.Len(t, loan.Placed, len(bs))
+	require.Len(t, take(t, scheduler)[0].Keys, len(bs))
+	require.Equal(t, 2, store.asked, "what is there for the events, and for the answer")
 }
 
 // Rule PLACE-26: what a call of Lend that fails would have named is named by the next one.
