@@ -175,7 +175,9 @@ func (p *placement) quiet(ctx context.Context) error {
 // borrow keeps slots lent to a rank as long as the generation lives, and tells the plugin what was written there.
 func (g *generation) borrow(life context.Context, number int, w connector.Lender) {
 	p := g.h.place.pools[number]
-	for p.wait(life) && life.Err() == nil {
+	looks := time.NewTicker(idleAfter)
+	defer looks.Stop()
+	for p.wait(life, looks.C) && life.Err() == nil {
 		if !g.h.place.asks(p) {
 			continue
 		}

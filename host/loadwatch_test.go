@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -29,6 +30,22 @@ func newLoadWatch(loaders int, limit time.Duration, p *placement) *loadWatch {
 // begin notes that somebody's load begins, and end that it is over.
 func (w *loadWatch) begin(loader int) { w.since[loader].Store(time.Now().UnixNano()) }
 func (w *loadWatch) end(loader int)   { w.since[loader].Store(0) }
+
+// start looks at the loads from now on, until the test is over or over is called. say is not called after that.
+func (w *loadWatch) start(t *testing.T, say func(string)) (over func()) {
+	t.Helper()
+	done, looked := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(looked)
+		w.run(done, say)
+	}()
+	over = sync.OnceFunc(func() {
+		close(done)
+		<-looked
+	})
+	t.Cleanup(over)
+	return over
+}
 
 // run looks at the loads until done is closed, or until it has said that one is late.
 func (w *loadWatch) run(done <-chan struct{}, say func(string)) {

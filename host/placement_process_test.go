@@ -266,8 +266,7 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			r := newPlacerRig(t, c.lies)
 			r.each, r.due, r.late = loads/lives, make(chan struct{}, lives+placerReaders), newLoadWatch(placerReaders, time.Minute, r.p)
-			done := make(chan struct{})
-			go r.late.run(done, func(text string) { t.Error(text) })
+			over := r.late.start(t, func(text string) { t.Error(text) })
 			r.start()
 			stop := make(chan struct{})
 			var readers, writers sync.WaitGroup
@@ -288,7 +287,7 @@ func TestPlacementAcrossProcesses(t *testing.T) {
 			close(stop)
 			writers.Wait()
 			r.kill()
-			close(done)
+			over()
 			t.Logf("%d loads accepted, %d wrong; %d were left to the plugin; %d matches; %d saves into lent slots; %d deaths; %d answers of the plugin refused",
 				r.accepted.Load(), r.wrong.Load(), r.refused.Load(), r.matched.Load(), r.saved.Load(), lives, r.faults.Load())
 			require.Zero(t, r.wrong.Load())

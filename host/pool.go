@@ -178,10 +178,8 @@ func (p *pool) restore(round uint64, loans []place.Loan) {
 	p.unwanted(loans)
 }
 
-// wait waits until the plugin has to be called; false: ctx has ended.
-func (p *pool) wait(ctx context.Context) bool {
-	rest := time.NewTicker(idleAfter)
-	defer rest.Stop()
+// wait waits until the plugin has to be called, and gives back what nobody needs at each look; false: ctx has ended.
+func (p *pool) wait(ctx context.Context, look <-chan time.Time) bool {
 	for told := false; !told; {
 		select {
 		case <-ctx.Done():
@@ -190,7 +188,7 @@ func (p *pool) wait(ctx context.Context) bool {
 			return true
 		case <-p.late:
 			told = true
-		case <-rest.C:
+		case <-look:
 			p.rest()
 		}
 	}

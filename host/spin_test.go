@@ -112,8 +112,8 @@ func TestLoadsBesideSpinners(t *testing.T) {
 	}
 	plugin := s.gen.pid()
 	s.stuck = make(chan struct{})
-	done, w := make(chan struct{}), newLoadWatch(1, limit, s.place)
-	go w.run(done, func(text string) {
+	w := newLoadWatch(1, limit, s.place)
+	over := w.start(t, func(text string) {
 		t.Error(text)
 		close(s.stuck)
 	})
@@ -121,10 +121,11 @@ func TestLoadsBesideSpinners(t *testing.T) {
 	for n, end := 0, time.Now().Add(long); n < 21 || time.Now().Before(end); n++ {
 		s.round(n, w)
 	}
-	close(done)
+	over()
 	spun, placed := stop(), testutil.ToFloat64(s.Host.metrics.placed)
-	t.Logf("%d loads of %d blocks in %v beside %d processes, which had %v of the processors: 0 wrong, 0 later than %v, the longest took %v; %d blocks by message",
-		s.loads, s.blocks, long, processes, spun, limit, s.longest, s.byMessage)
+	t.Logf("%d loads of %d blocks in %v beside %d processes, which had %v of the processors: 0 wrong, the longest took %v of at most %v; %d blocks by message",
+		s.loads, s.blocks, long, processes, spun, s.longest, limit, s.byMessage)
+	require.LessOrEqual(t, s.longest, limit)
 	require.Positive(t, spun)
 	require.Equal(t, plugin, s.gen.pid(), "the plugin lives")
 	require.InDelta(t, s.blocks-s.byMessage, placed, 0, "blocks that were loaded from where they were placed")

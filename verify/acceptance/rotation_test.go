@@ -185,30 +185,32 @@ func rotate(r *rotation, f *fixture.Fixture) {
 	require.NotContains(r, r.router.Logs(), "do not fit")
 }
 
-// underLoad sends requests until it is stopped, and says then how many. None of them fails and no token differs.
+// underLoad has two clients send requests until it is stopped, and says then how many. None of them fails and no token differs.
 func (r *rotation) underLoad() (stop func() int64) {
 	ctx, cancel := context.WithCancel(r.Context())
 	var sent atomic.Int64
 	var tasks sync.WaitGroup
 	r.Cleanup(func() { cancel(); tasks.Wait() })
-	tasks.Go(func() {
+	ask := func() {
 		for ctx.Err() == nil {
-			i := int(sent.Load()) % len(r.texts)
+			n := sent.Add(1)
+			i := int(n) % len(r.texts)
 			got, err := r.Complete(r.router.URL, r.texts[i])
 			if err != nil {
-				r.Errorf("request %d: %v", sent.Load(), err)
+				r.Errorf("request %d: %v", n, err)
 				return
 			}
 			if !slices.Equal(r.want[i].Tokens, got.Tokens) {
-				r.Errorf("request %d: tokens %v, want %v", sent.Load(), got.Tokens, r.want[i].Tokens)
+				r.Errorf("request %d: tokens %v, want %v", n, got.Tokens, r.want[i].Tokens)
 			}
-			sent.Add(1)
 			select {
 			case <-time.After(20 * time.Millisecond): // else the requests take all there is of the processors
 			case <-ctx.Done():
 			}
 		}
-	})
+	}
+	tasks.Go(ask)
+	tasks.Go(ask)
 	return func() int64 {
 		cancel()
 		tasks.Wait()
