@@ -116,7 +116,7 @@ func TestLoadWatch(t *testing.T) {
 	go func() { over <- r.p.load(t.Context(), r.ranks[0], 0, bs) }()
 	require.Eventually(t, func() bool {
 		stacks := make([]byte, 1<<20)
-		return strings.Contains(string(stacks[:runtime.Stack(stacks, true)]), "(*rank).shareUntil")
+		return strings.Contains(string(stacks[:runtime.Stack(stacks, true)]), "(*rank).hold")
 	}, time.Minute, time.Millisecond, "the load waits")
 	done, said := make(chan struct{}), make(chan string, 1)
 	defer close(done)
@@ -125,7 +125,7 @@ func TestLoadWatch(t *testing.T) {
 	case text := <-said:
 		require.Contains(t, text, "load of 1 ")
 		require.Contains(t, text, "(*placement).load")
-		require.Contains(t, text, "(*rank).shareUntil")
+		require.Contains(t, text, "(*rank).hold")
 		require.Contains(t, text, "\n3 blocks are in the index")
 		for _, s := range slots {
 			require.Regexp(t, fmt.Sprintf(`\nslot %d: generation \d+, state 3, key [0-9a-f]{16}, in the index: true`, s), text)
