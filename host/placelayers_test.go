@@ -234,7 +234,7 @@ func TestPlacedLayersAreTakenBack(t *testing.T) {
 // Where a load that fails ends its request, one from slots keeps its second attempt: the engine learns of no layer, and the load is a plugin's.
 func TestNoPlacedLayersWhereLoadsMustNotFail(t *testing.T) {
 	r := newAloneRigWith(t, 0, 1, takesLayers)
-	r.Host.cfg.FailurePolicy = PolicyFail
+	r.cfg.FailurePolicy = PolicyFail
 	r.place.piece = 1
 	ks := keys(1, 3)
 	r.keep(ks)

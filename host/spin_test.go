@@ -122,7 +122,7 @@ func TestLoadsBesideSpinners(t *testing.T) {
 		s.round(n, w)
 	}
 	over()
-	spun, placed := stop(), testutil.ToFloat64(s.Host.metrics.placed)
+	spun, placed := stop(), testutil.ToFloat64(s.metrics.placed)
 	t.Logf("%d loads of %d blocks in %v beside %d processes, which had %v of the processors: 0 wrong, the longest took %v of at most %v; %d blocks by message",
 		s.loads, s.blocks, long, processes, spun, s.longest, limit, s.byMessage)
 	require.LessOrEqual(t, s.longest, limit)

@@ -64,15 +64,10 @@ func TestPlacedHitsByLayer(t *testing.T) {
 			for range 2 {
 				require.Equal(t, want, ask(p))
 			}
-			m, err := client.Metrics(t.Context(), p.URL)
-			require.NoError(t, err)
-			for range 3 { // whether a chunk is computed amid a load is a matter of a millisecond, and of what else the machine does
-				if m.Sum("kvport_overlapped_chunks_total") > 0 {
-					break
-				}
+			m := metrics(t, &client, p)
+			for n := 0; n < 3 && m.Sum("kvport_overlapped_chunks_total") == 0; n++ { // it is a matter of a millisecond, and of what else the machine does
 				require.Equal(t, want, ask(p))
-				m, err = client.Metrics(t.Context(), p.URL)
-				require.NoError(t, err)
+				m = metrics(t, &client, p)
 			}
 			placed, byLayer := m.Sum("kvport_placed_blocks_total"), m.Sum("kvport_placed_by_layer_blocks_total")
 			t.Logf("%v blocks without a call, %v of them layer by layer, %v chunks amid their loads, %v external tokens",
@@ -84,4 +79,12 @@ func TestPlacedHitsByLayer(t *testing.T) {
 			stop(t, p)
 		})
 	}
+}
+
+// metrics are those of an engine now.
+func metrics(t *testing.T, client *cluster.Client, p *cluster.Process) cluster.Metrics {
+	t.Helper()
+	m, err := client.Metrics(t.Context(), p.URL)
+	require.NoError(t, err)
+	return m
 }

@@ -130,7 +130,7 @@ func serveTier(r *rig.Rig, model string, setup *fixture.Setup, settings string) 
 	return r.ServeModel(model, "engine", config, "--enable-prefix-caching=false")
 }
 
-// TestResidentByLayer: the real model is told of the layers of hits while others are copied out of the plugin's memory, and may compute with
+// TestResidentByLayer: the real model learns of the layers of hits while others are copied out of the plugin's memory, and may compute with
 // them, at both trust levels, and no token differs. That an engine does so is what TestOverlap of package engine shows.
 func TestResidentByLayer(t *testing.T) {
 	r := rig.New(t)

@@ -151,10 +151,8 @@ func (o *Options) shows(m Mutant) bool {
 		return o.Layers
 	case OverlapOneRank:
 		return o.Overlap && o.Ranks > 1
-	case AloneUnchecked:
+	case AloneUnchecked, AloneAgain:
 		return o.Placed
-	case AloneAgain:
-		return o.Placed && o.Overlap
 	case OverlapUnchecked, OverlapRetried, OverlapEndUnchecked, OverlapLayerEarly:
 		return o.Overlap
 	default:
