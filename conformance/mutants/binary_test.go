@@ -176,11 +176,11 @@ func TestPluginThatCrashes(t *testing.T) {
 // A plugin that hangs fails the case after its deadline; its process does not stay.
 func TestPluginThatHangs(t *testing.T) {
 	var r conformance.Result
-	for deadline := 500 * time.Millisecond; len(r.Stacks) == 0 && deadline < time.Minute; deadline *= 4 { // it may take longer until it has started
+	for deadline := 500 * time.Millisecond; len(r.Stacks) < 2 && deadline < time.Minute; deadline *= 4 { // it may take longer until it has started, and until it loads
 		r = check(t, plugin(t, "kvport-hangs"), deadline, "round-trip")
 		require.Less(t, r.Took, deadline+30*time.Second)
 	}
-	require.NotEmpty(t, r.Stacks)
+	require.Greater(t, len(r.Stacks), 1)
 	require.Regexp(t, `^the plugin's process \d+ had to be killed, with \d+ of its \d+ goroutines in the connector's own code; --log FILE has all$`, r.Stacks[0])
 	require.Regexp(t, `^  \[select \(no cases\)\] mutants_test\.TestMain\.func\d+ \(binary_test\.go:\d+\) < mutants_test\.\(\*changedWorker\)\.Load \(binary_test\.go:\d+\)`, r.Stacks[1])
 	require.Empty(t, r.LastWords, "it did not end by itself")
