@@ -198,7 +198,7 @@ func (p *placing) replace(b connector.Block, bits byte) {
 	p.resident(b)
 }
 
-// wasOrGone fails the case if who has found a slot reads something else there than what was there.
+// wasOrGone reads a slot that was found before, and fails the case unless it still holds what it held, or is seen to be gone.
 func (p *placing) wasOrGone(ref slot.Ref, was []byte) {
 	p.Helper()
 	got, err := p.read(ref)

@@ -62,7 +62,7 @@ type Options struct {
 
 	// Overlap, unless nil, decides for an admitted transfer whether the engine takes its Arriving event, and may compute with
 	// the first layers of its load while the others are on their way. It is asked before each attempt on each rank, for what the host loads by
-	// itself and again for what a plugin loads, and may answer otherwise each time. It must not call the host.
+	// itself (unless FailurePolicy is PolicyFail) and again for what a plugin loads, and may answer otherwise each time. It must not call the host.
 	Overlap func(step uint64, request connector.RequestID) bool
 
 	// Workers, unless nil, opens the worker sides of a connector in this process, in the order of the ranks, and no

@@ -123,8 +123,8 @@ func (h *Host) verify(r *Ref, now int64) error {
 }
 
 // Pin keeps the bytes of a part in their slot until Release, which must follow: an honest plugin gives the slot no other
-// use before. A reader without words (NewReader) keeps nothing so: it looks before and after. A pin should last as long as one copy. ErrGone: the part was given up since Find; it is loaded by message, or
-// recomputed. A *RefusalError: its header lies.
+// use before. A reader without words (NewReader) keeps nothing so: it looks before and after. A pin should last as long as one
+// copy. ErrGone: the part was given up since Find; it is loaded by message, or recomputed. A *RefusalError: its header lies.
 func (h *Host) Pin(r Ref) (*Pin, error) {
 	if !h.g.has(r.Slot) {
 		return nil, &RefusalError{Slot: r.Slot, Reason: OutOfRange}

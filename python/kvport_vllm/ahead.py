@@ -13,8 +13,8 @@ from .tracking import Tracked
 # Requests that are looked up beside the one that vLLM asks about. The agent takes no more of them.
 AT_MOST = 63
 # Block hashes of one call, those of the request that vLLM asks about included: the agent makes keys of all of them while the
-# scheduler stands still. It is also the limit for blocks that are looked up in vLLM's pool, since a lookup there takes longer than
-# to send a hash.
+# scheduler stands still. It also limits how many blocks are looked up in vLLM's pool, because a lookup there takes longer than
+# sending a hash.
 MOST_HASHES = 1024
 
 
