@@ -175,14 +175,20 @@ func placeNamed(p *placing) {
 }
 
 func placeReplaced(p *placing) {
-	b := blocks(0, p.keys(1)...)[0]
-	p.fill(b)
-	p.savePlaced(false, nil, b)
-	was := bytes.Clone(p.bytesOf(b))
-	ref, err := p.find(b)
-	p.must(err, "find")
+	b, ref, was := p.found()
 	p.replace(b, 0x5a)
 	p.wasOrGone(ref, was)
+}
+
+// found saves a block and finds it: where it lies, and its bytes.
+func (p *placing) found() (b connector.Block, ref slot.Ref, was []byte) {
+	p.Helper()
+	b = blocks(0, p.keys(1)...)[0]
+	p.fill(b)
+	p.savePlaced(false, nil, b)
+	ref, err := p.find(b)
+	p.must(err, "find")
+	return b, ref, bytes.Clone(p.bytesOf(b))
 }
 
 // replace saves another version of a block, whose bytes differ in some bits.
@@ -211,12 +217,7 @@ func (p *placing) wasOrGone(ref slot.Ref, was []byte) {
 }
 
 func placeLayers(p *placing) {
-	b := blocks(0, p.keys(1)...)[0]
-	p.fill(b)
-	p.savePlaced(false, nil, b)
-	was := bytes.Clone(p.bytesOf(b))
-	ref, err := p.find(b)
-	p.must(err, "find")
+	b, ref, was := p.found()
 	for turn := range 4 { // between two layers the block may be replaced more than once
 		p.replace(b, 1<<turn) // other bits each time, so no version comes again
 		p.wasOrGone(ref, was)

@@ -69,13 +69,31 @@ func newAloneRigWith(t *testing.T, can connector.Capability, ranks int, change f
 func (r *aloneRig) keep(ks []connector.BlockKey) {
 	r.t.Helper()
 	bs := blocksOf(ks, 0)
+	r.digested(bs)
+	for n := range r.Host.ranks {
+		r.placed.save(n, bs...)
+	}
+}
+
+// digested fills blocks on all ranks, and makes their digests.
+func (r *aloneRig) digested(bs []connector.Block) {
+	r.t.Helper()
 	r.fill(bs)
-	for n, rank := range r.Host.ranks {
+	for _, rank := range r.Host.ranks {
 		for _, b := range bs {
 			require.NoError(r.t, rank.hasher.Make(rank.kv, b))
 		}
-		r.placed.save(n, bs...)
 	}
+}
+
+// tried waits until no load of the host's own is under way.
+func (r *aloneRig) tried() {
+	r.t.Helper()
+	require.Eventually(r.t, func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.alone) == 0
+	}, time.Minute, time.Millisecond)
 }
 
 // busyHands keeps all cores of the host's ranks busy until the result is called.
@@ -166,11 +184,7 @@ func TestAloneBesideDamage(t *testing.T) {
 	slots := r.placed.next
 	r.placed.shelf.Bytes(place.Slot(slots-1), 8)[3] ^= 1
 	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
-	require.Eventually(t, func() bool {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		return len(r.alone) == 0
-	}, time.Minute, time.Millisecond)
+	r.tried()
 	require.True(t, r.place.host.Wrong())
 	m, whole, sure := r.place.matchAlone(&connector.Query{Tokens: 4 * blockTokens, Keys: ks})
 	require.Equal(t, 2*blockTokens, m.Tokens)

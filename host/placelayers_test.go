@@ -218,11 +218,7 @@ func TestPlacedLayersAreTakenBack(t *testing.T) {
 	r.placed.shelf.Bytes(place.Slot(2), 1024)[600] ^= 1 // in the second layer
 	r.placed.shelf.Bytes(place.Slot(3), 1024)[5] ^= 1   // in the first layer
 	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
-	require.Eventually(t, func() bool {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		return len(r.alone) == 0
-	}, time.Minute, time.Millisecond)
+	r.tried()
 	require.Equal(t, 1, r.Health().Pending, "the next plugin may bring it")
 	require.InDelta(t, 0, testutil.ToFloat64(r.Host.metrics.placed), 0)
 	require.InDelta(t, 2, testutil.ToFloat64(r.Host.metrics.placedFailed), 0)
@@ -240,11 +236,7 @@ func TestNoPlacedLayersWhereLoadsMustNotFail(t *testing.T) {
 	r.keep(ks)
 	r.placed.shelf.Bytes(place.Slot(2), 1024)[600] ^= 1 // in the second layer
 	r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
-	require.Eventually(t, func() bool {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		return len(r.alone) == 0
-	}, time.Minute, time.Millisecond)
+	r.tried()
 	require.Equal(t, 1, r.Health().Pending, "the next plugin may bring it")
 	require.NoError(t, r.closeNow())
 	require.False(t, slices.ContainsFunc(r.seen, func(e Event) bool { return e.Kind == Arriving }))
@@ -278,12 +270,7 @@ func TestTakenBackLayersAreNotTold(t *testing.T) {
 		r.place.piece = 1
 		ks := keys(1, 3)
 		bs := blocksOf(ks, 0)
-		r.fill(bs)
-		for _, rank := range r.Host.ranks {
-			for _, b := range bs {
-				require.NoError(t, rank.hasher.Make(rank.kv, b))
-			}
-		}
+		r.digested(bs)
 		r.placed.save(0, bs...)
 		r.placed.shelf.Bytes(place.Slot(2), 1024)[600] ^= 1 // in the second layer
 		r.send(&connector.Step{Admitted: []connector.Transfer{transfer("a", ks, 8)}})
@@ -435,12 +422,7 @@ func TestOneRankIsPlaced(t *testing.T) {
 	r := newWorkersRig(t, TrustInPlace, w, slow)
 	ks := keys(1, 3)
 	bs := blocksOf(ks, 0)
-	r.fill(bs)
-	for _, rank := range r.Host.ranks {
-		for _, b := range bs {
-			require.NoError(t, rank.hasher.Make(rank.kv, b))
-		}
-	}
+	r.digested(bs)
 	r.placed.save(0, bs...)
 	to := transfer("a", ks, 8)
 	r.send(&connector.Step{Admitted: []connector.Transfer{to}})
