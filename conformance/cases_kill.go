@@ -18,7 +18,7 @@ func killCases() []Case {
 		faultCase("kill-acked", rule, "The plugin is killed right after a save was acknowledged, 5 times: the blocks are kept as Scope promises.", killAcked),
 		faultCase("kill-match", rule, "The plugin is killed during Matches, 4 times: what is stored stays whole.", killMatch),
 		faultCase("kill-load", rule, "The plugin is killed during loads, 4 times: what is stored stays whole.", killLoad),
-		faultCase("kill-save", rule, "The plugin is killed during saves, 6 times: no block is torn.", killSave),
+		faultCase("kill-save", rule, "The plugin is killed during saves, 6 times: no block is torn, and what was saved before is there.", killSave),
 		faultCase("kill-replace", rule, "The plugin is killed while it replaces stored blocks, 6 times: no block is torn.", killReplace),
 		faultCase("kill-open", rule, "The plugin is killed while sides open, 4 times: its next life works.", killOpen),
 		faultCase("kill-two", "FAULT-03", "Two engines save, and the plugin of one is killed: the other is unharmed.", killTwo),
@@ -106,8 +106,14 @@ func killLoad(r *rig) {
 func killSave(r *rig) {
 	const each = 64
 	layout := planes(5 * each)
-	for range 6 {
+	sure := 0
+	for round := range 6 {
 		e := r.engine(setup{layout: &layout})
+		if round == 0 {
+			sure = e.keepsBehind(each)
+		}
+		old := e.keys(8)
+		e.save(blocks(4*each, old...)...)
 		keys := make([][]connector.BlockKey, 4)
 		for i := range keys {
 			keys[i] = e.keys(each)
@@ -121,14 +127,33 @@ func killSave(r *rig) {
 			<-ctx.Done() // each once: a second save would find what is there
 			return ctx.Err()
 		})
-		e.settled(keys)
+		e.settled(keys, old[:sure])
 	}
 }
 
-// settled opens the next life and checks that whatever it offers of each prompt is whole.
-func (e *engine) settled(keys [][]connector.BlockKey) {
+// keepsBehind is how many of eight blocks outlive their engine: all, or none where four times each more push one of them out, as a cap may.
+func (e *engine) keepsBehind(each int) int {
+	e.Helper()
+	if e.info.Scope == connector.ScopeEngine {
+		return 0 // whose blocks need not outlive it
+	}
+	first := e.keys(8)
+	e.save(blocks(4*each, first...)...)
+	e.save(blocks(0, e.keys(4*each)...)...)
+	if e.match(first...) < len(first) {
+		return 0
+	}
+	return len(first)
+}
+
+// settled opens the next life and checks that whatever it offers of each prompt is whole, and that it offers all of what is old.
+func (e *engine) settled(keys [][]connector.BlockKey, old []connector.BlockKey) {
 	e.Helper()
 	n := e.life()
+	if len(old) > 0 {
+		e.equal(len(old), n.match(old...), "blocks offered to the next life that were saved before the others")
+		n.whole(old, 0)
+	}
 	for _, k := range keys {
 		found := n.match(k...)
 		n.whole(k[:found], 0)
@@ -150,7 +175,7 @@ func killReplace(r *rig) {
 			t.Replace = true
 			return e.workers[0].Save(ctx, &t, e.kv[0])
 		})
-		e.settled([][]connector.BlockKey{keys})
+		e.settled([][]connector.BlockKey{keys}, nil)
 	}
 }
 

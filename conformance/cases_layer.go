@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvport/kvport/conformance/internal/model"
 	"github.com/kvport/kvport/connector"
 )
 
@@ -27,6 +28,7 @@ func layerCases() []Case {
 	groups.Groups, groups.Run = true, rigged(connector.CanLayers, true, layerGroups)
 	return []Case{
 		layerCase("layer-order", "LAYER-01", "Each layer holds garbage until it is announced; what is loaded afterwards is right.", layerOrder),
+		layerCase("layer-deep", "LAYER-01", "The cache has 130 layers, of which each holds garbage until it is announced.", layerDeep),
 		layerCase("layer-jump", "LAYER-01", "Several layers are announced at once, and none is missed.", layerJump),
 		layerCase("layer-digests", "LAYER-01", "The digests hold garbage until the last layer is announced.", layerDigests),
 		groups,
@@ -192,6 +194,23 @@ func layerOrder(r *rig) {
 		l.running("before the last layer was announced")
 		l.compute(n + 1)
 	}
+	r.must(l.result(), "save layers")
+	e.comesBack(6, bs...)
+}
+
+// layerDeep stops behind as many layers as a word has bits, and where a second word ends.
+func layerDeep(r *rig) {
+	const deep = 130
+	layout := layoutOf(&model.Shape{Slots: slots, Gaps: true, Groups: []model.Group{{Segments: deep, Bytes: 32 * deep}}})
+	e := r.engine(setup{layout: &layout})
+	bs := blocks(0, e.keys(3)...)
+	l := e.layerBlocks(0, bs...)
+	for _, n := range []int{1, 32, 63, 64, 65, 127, 128} {
+		l.compute(n)
+		e.pause(pauseOfLayer / 4)
+		l.running("before the last layer was announced")
+	}
+	l.compute(deep)
 	r.must(l.result(), "save layers")
 	e.comesBack(6, bs...)
 }

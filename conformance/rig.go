@@ -313,7 +313,9 @@ func (e *engine) openAll() {
 
 func (e *engine) openScheduler() {
 	e.Helper()
-	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
+	ctx, cancel := context.WithCancel(e.Context()) // of the opening alone
+	s, err := e.inst.Scheduler(ctx, e.env, e.config)
+	cancel()
 	e.mustOpen(e.inst, err, "open the scheduler side")
 	e.scheduler = s
 	e.endWithCase()
@@ -323,7 +325,9 @@ func (e *engine) openWorker(rank int) {
 	e.Helper()
 	env := e.env
 	env.Rank = rank
-	w, err := e.inst.Worker(e.Context(), env, e.config)
+	ctx, cancel := context.WithCancel(e.Context())
+	w, err := e.inst.Worker(ctx, env, e.config)
+	cancel()
 	e.mustOpen(e.inst, err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
 	e.endWithCase()

@@ -18,6 +18,9 @@ import (
 // named are the cases that each look for one fault, of the profiles of the connector that need no process.
 func named(m mutants.Unseen) (ids []string) {
 	for _, c := range conformance.Cases() {
+		if slices.Contains(m.Also, c.ID) {
+			continue
+		}
 		of := func(p conformance.Profile) bool { return slices.Contains(c.Profiles, p) }
 		if of := ofPairs(m.Case); of != nil {
 			if !strings.HasPrefix(c.ID, "random") && slices.ContainsFunc(of, func(p conformance.Profile) bool { return slices.Contains(c.Profiles, p) }) {
