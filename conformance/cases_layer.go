@@ -3,13 +3,11 @@ package conformance
 import (
 	"context"
 	"fmt"
-	"os"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/kvport/kvport/conformance/internal/model"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // layerCase is a case of a connector that saves layers while others are computed.
@@ -474,9 +472,9 @@ func layerIdle(r *rig) {
 	e.pause(pauseOfLayer)
 	const wait = 600 * time.Millisecond
 	for range 3 { // what else runs in the process may disturb one measurement, not all
-		before := cpuTime(e.inst.PID)
+		began, before := time.Now(), cpuTime(e.inst.PID)
 		e.pause(wait)
-		if used := cpuTime(e.inst.PID) - before; used < wait/12 { // on a busy machine one that spins does not get much more
+		if used := cpuTime(e.inst.PID) - before; used < r.watched().spent(began)/12 { // on a busy machine one that spins does not get more
 			return
 		}
 	}
@@ -485,21 +483,13 @@ func layerIdle(r *rig) {
 
 // cpuTime is how much processor time a process has used; 0 is this one.
 func cpuTime(pid int) time.Duration {
-	who := "self"
+	folder := "/proc/self/task"
 	if pid != 0 {
-		who = strconv.Itoa(pid)
+		folder = fmt.Sprintf("/proc/%d/task", pid)
 	}
-	data, err := os.ReadFile("/proc/" + who + "/stat")
-	if err != nil {
-		return 0
+	var ran uint64
+	for _, thread := range machine.SchedStats(folder) {
+		ran += thread.Ran
 	}
-	_, rest, _ := strings.Cut(string(data), ") ") // behind the name, which may hold anything
-	fields := strings.Fields(rest)
-	const user, system, tick = 11, 12, 10 * time.Millisecond
-	if len(fields) <= system {
-		return 0
-	}
-	u, _ := strconv.Atoi(fields[user])
-	k, _ := strconv.Atoi(fields[system])
-	return time.Duration(u+k) * tick
+	return time.Duration(ran) //nolint:gosec // less than a life
 }
