@@ -151,7 +151,7 @@ func (e *engine) keptApart(first []connector.BlockKey, stored int) {
 		if !ok {
 			return
 		}
-		if found >= 0 && e.comes(ctx, keys[found]) {
+		if slices.ContainsFunc(found, func(k connector.BlockKey) bool { return e.comes(ctx, k) }) {
 			e.blame("KEY-06")
 			e.Errorf("a block that nobody saved is offered, and its load succeeds: with %d blocks stored, one of %d others", stored, n+batch)
 			return
@@ -180,23 +180,26 @@ func (e *engine) offeredNow(ctx context.Context, q connector.Query) int {
 	return ms[0].Tokens / blockTokens
 }
 
-// finds asks for each key in a request of its own, and gives the number of the first that is offered; -1: none is. It is not ok if there
-// is no answer.
-func (e *engine) finds(ctx context.Context, keys []connector.BlockKey) (found int, ok bool) {
+// finds probes each key, and gives up to 16 of those that are offered: an index may promise some too many. It is not ok if there is no answer.
+func (e *engine) finds(ctx context.Context, keys []connector.BlockKey) (found []connector.BlockKey, ok bool) {
 	qs := make([]connector.Query, len(keys))
 	for n, k := range keys {
 		qs[n] = query([]connector.BlockKey{k})
-		qs[n].Request = connector.RequestID(fmt.Sprintf("request-%x", k[:8]))
+		qs[n].Request = "" // a probe, which leaves no trace
 	}
 	ms, err := e.scheduler.Match(ctx, qs)
-	busy := errors.Is(err, connector.ErrBusy)
-	if err != nil && !busy || ctx.Err() != nil {
-		return -1, false
+	if errors.Is(err, connector.ErrBusy) {
+		return nil, ctx.Err() == nil
 	}
-	if busy {
-		return -1, true
+	if err != nil || len(ms) != len(qs) || ctx.Err() != nil {
+		return nil, false
 	}
-	return slices.IndexFunc(ms, func(m connector.Match) bool { return m.Tokens > 0 && !m.Later }), true
+	for n, m := range ms {
+		if m.Tokens > 0 && !m.Later && len(found) < 16 {
+			found = append(found, keys[n])
+		}
+	}
+	return found, true
 }
 
 // comes reports whether a load of a block succeeds. An index may promise too much, as long as the load says that nothing is there.

@@ -54,10 +54,10 @@ func plainBytes(r *rig) {
 		e.seal(kv, b)
 	}
 	r.must(e.saveOnly(r.Context(), transfer(from)), "save")
-	r.equal(len(keys), e.match(keys...), "blocks offered")
 	peer := e.peer()
 	for _, who := range []*engine{e, peer} {
 		who.wipe(0x55, to...)
+		r.equal(len(keys), who.match(keys...), "blocks offered")
 		r.must(who.load(to...), "load")
 		for n, b := range to {
 			if d := differ(kv, from[n], who.kv[0], b); d != "" {
@@ -128,6 +128,7 @@ func shapes(r *rig) {
 		size, ranks = max(size, end(&layouts[n])), max(ranks, all[n].Ranks)
 	}
 	var inst *Instance
+	var refused []string // numbers of tokens of a block
 	for n := range all {
 		if inst == nil {
 			inst = r.start(ranks, size)
@@ -140,12 +141,20 @@ func shapes(r *rig) {
 			layouts[n].Groups[0].BlockTokens, groups[0].Segments, groups[0].Bytes)
 		e, err := r.on(inst, setup{layout: &layouts[n], world: all[n].Ranks, shape: what})
 		r.must(err, "engine")
-		if all[n].Tokens > 0 && errors.Is(e.opens(), connector.ErrIncompatible) {
-			continue
+		if tokens := all[n].Tokens; tokens > 0 {
+			err := e.opens()
+			if errors.Is(err, connector.ErrIncompatible) {
+				refused = append(refused, fmt.Sprint(tokens))
+				continue
+			}
+			r.must(err, "open the sides")
 		}
 		e.openAll()
 		e.keepsShape(what)
 		e.closeAll()
+	}
+	if len(refused) == 3 {
+		r.unfit(fmt.Sprintf("it takes no blocks of %s tokens: give the connector a config with which it takes one of them", strings.Join(refused, ", ")))
 	}
 }
 

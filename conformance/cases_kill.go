@@ -108,11 +108,11 @@ func killSave(r *rig) {
 	layout := planes(5 * each)
 	sure := 0
 	for round := range 6 {
-		e := r.engine(setup{layout: &layout})
 		if round == 0 {
-			sure = e.keepsBehind(each)
+			sure = r.keepsBehind(&layout, surely*(4*each+oldBlocks), each)
 		}
-		old := e.keys(8)
+		e := r.engine(setup{layout: &layout})
+		old := e.keys(oldBlocks)
 		e.save(blocks(4*each, old...)...)
 		keys := make([][]connector.BlockKey, 4)
 		for i := range keys {
@@ -127,23 +127,40 @@ func killSave(r *rig) {
 			<-ctx.Done() // each once: a second save would find what is there
 			return ctx.Err()
 		})
+		if round == surely { // those before are more than keepsBehind has seen
+			sure = 0
+		}
 		e.settled(keys, old[:sure])
 	}
 }
 
-// keepsBehind is how many of eight blocks outlive their engine: all, or none where four times each more push one of them out, as a cap may.
-func (e *engine) keepsBehind(each int) int {
-	e.Helper()
-	if e.info.Scope == connector.ScopeEngine {
+const (
+	oldBlocks = 8 // that are saved before the plugin is killed
+	surely    = 2 // rounds in which they must be there afterwards, if there is room for all that these save
+)
+
+// keepsBehind is how many of the old blocks must outlive their engine: all, or none where an empty store has no room for so many blocks, since
+// a cap may have any of them given up.
+func (r *rig) keepsBehind(layout *connector.Layout, many, each int) int {
+	r.Helper()
+	if r.info.Scope == connector.ScopeEngine {
 		return 0 // whose blocks need not outlive it
 	}
-	first := e.keys(8)
-	e.save(blocks(4*each, first...)...)
-	e.save(blocks(0, e.keys(4*each)...)...)
-	if e.match(first...) < len(first) {
-		return 0
+	s := r.stage(1, end(layout))
+	defer func() { _ = s.shut() }()
+	e := s.engine(setup{layout: layout})
+	var saved [][]connector.BlockKey
+	for n := 0; n < many; n += each {
+		keys := e.keys(each)
+		e.save(blocks(0, keys...)...)
+		saved = append(saved, keys)
 	}
-	return len(first)
+	for _, keys := range saved {
+		if e.match(keys...) < len(keys) {
+			return 0
+		}
+	}
+	return oldBlocks
 }
 
 // settled opens the next life and checks that whatever it offers of each prompt is whole, and that it offers all of what is old.

@@ -235,7 +235,13 @@ func pdLong(r *rig) {
 	r.rand.Shuffle(len(p.free), func(i, j int) { p.free[i], p.free[j] = p.free[j], p.free[i] })
 	slices.SortStableFunc(p.free, func(a, b connector.BlockID) int { return cmp.Compare(min(a, byteful), min(b, byteful)) }) // the last are taken
 	pr := p.hand(full, 0)
-	if n := d.offer(pr, byteful); n != full-byteful {
+	began := time.Now()
+	switch n := d.offer(pr, byteful); {
+	case n == full-byteful:
+	case n == 0 && !pr.over(): // it may be that the answer came too late
+		d.overdue(began, "nothing of hold %d is offered to a consumer that has %d of %d blocks", pr.hold.ID, byteful, full)
+		return
+	default:
 		r.inLease(pr)
 		d.missed(pr, nil, "%d blocks of hold %d are offered to a consumer that has %d of %d", n, pr.hold.ID, byteful, full)
 		return

@@ -151,7 +151,7 @@ func (p *player) open() error {
 }
 
 func (p *player) openScheduler() error {
-	s, err := p.engine.inst.Scheduler(p.Context(), p.engine.env, p.config)
+	s, err := p.engine.begunScheduler()
 	if err != nil {
 		return fmt.Errorf("open the scheduler side: %w", err)
 	}
@@ -161,9 +161,7 @@ func (p *player) openScheduler() error {
 
 func (p *player) openWorkers() error {
 	for rank := range p.engine.workers {
-		env := p.engine.env
-		env.Rank = rank
-		w, err := p.engine.inst.Worker(p.Context(), env, p.config)
+		w, err := p.engine.begunWorker(rank)
 		if err != nil {
 			return fmt.Errorf("open the worker side of rank %d: %w", rank, err)
 		}

@@ -16,7 +16,8 @@ import (
 func lastingMutants() []Mutant {
 	return []Mutant{
 		{Name: "a store that goes on with the context with which it was opened", Case: "round-trip", Plugin: opensWith},
-		mutant("a store that takes a time of 3600 seconds for one of milliseconds", "idle", tooShort),
+		{Name: "a store that takes a time of 3600 seconds for one of milliseconds", Case: "idle", Config: `{"ttl_seconds": 3600}`, Plugin: tooShort},
+		mutant("a store that gives up blocks after 3.6 seconds, and no option says so", "idle", gives36),
 		mutant("a store whose first load after three idle seconds fails", "idle", func(s *badStore) {
 			var last atomic.Int64
 			last.Store(time.Now().UnixNano())
@@ -28,10 +29,10 @@ func lastingMutants() []Mutant {
 				return s.memory.Get(ctx, items)
 			}
 		}),
-		mutant("a store that never gets back what a cancelled load has of its 64 places", "random-growth", func(s *badStore) {
+		mutant("a store that never gets back what a cancelled load has of its 8 places", "random-growth", func(s *badStore) {
 			var taken atomic.Int64
 			s.get = func(ctx context.Context, items []connector.Item) error {
-				if taken.Load() >= 64 {
+				if taken.Load() >= 8 {
 					return errors.New("too many loads")
 				}
 				taken.Add(1)
@@ -44,7 +45,7 @@ func lastingMutants() []Mutant {
 		}),
 		mutant("a store that reads what it has replaced from a memory of what it has loaded", "replace", remembersLoads),
 		mutant("a store that finds a block by 24 bits of a sum where the key is not there", "ageing", bySum),
-		sharing("a store that numbers its pages of 512 bytes with 16 bits", "ageing", sixteenBits),
+		sharing("a store that numbers its pages with 13 bits", "ageing", thirteenBits),
 	}
 }
 
@@ -73,9 +74,26 @@ func opensWith() connector.Plugin {
 	})
 }
 
-// tooShort plants a time after which blocks are given up.
-func tooShort(s *badStore) {
-	const limit = 3600 * time.Millisecond
+// timed is the config of a store that gives up blocks.
+type timed struct {
+	TTL int `json:"ttl_seconds,omitempty" jsonschema:"minimum=0,default=0,description=How long a block may be loaded; 0: for ever." jsonschema_extras:"bounds=seconds"`
+}
+
+// tooShort keeps blocks for a thousandth of the time that its config says.
+func tooShort() connector.Plugin {
+	m := &memory{blocks: map[connector.StoreKey][]byte{}}
+	d := sdk.Definition{Name: "StoreConnector", Version: "1", Scope: connector.ScopeNode}
+	return sdk.FromStore(d, func(_ context.Context, _ connector.Env, c timed) (connector.Store, error) {
+		s := &badStore{memory: m}
+		givesUp(s, time.Duration(c.TTL)*time.Millisecond)
+		return s, nil
+	})
+}
+
+func gives36(s *badStore) { givesUp(s, 3600*time.Millisecond) }
+
+// givesUp plants a time after which blocks are given up; 0: never.
+func givesUp(s *badStore, limit time.Duration) {
 	saved := map[connector.StoreKey]time.Time{}
 	s.put = func(ctx context.Context, items []connector.Item) error {
 		s.mu.Lock()
@@ -88,7 +106,7 @@ func tooShort(s *badStore) {
 	s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
 		s.mu.Lock()
 		for k, at := range saved {
-			if time.Since(at) > limit {
+			if limit > 0 && time.Since(at) > limit {
 				delete(saved, k)
 				delete(s.blocks, k)
 			}
@@ -140,9 +158,9 @@ func bySum(s *badStore) {
 	})
 }
 
-// sixteenBits plants pages, of which the 65,537th is the first again.
-func sixteenBits(*memory) func(*badStore) {
-	const size, count = 512, 1 << 16
+// thirteenBits plants pages, of which the 8,193rd is the first again: a block has one, and a slow machine stores 20,000.
+func thirteenBits(*memory) func(*badStore) {
+	const size, count = 512, 1 << 13
 	pages := map[int][]byte{}
 	at := map[connector.StoreKey]int{}
 	next := 0

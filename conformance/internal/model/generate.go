@@ -166,11 +166,7 @@ func (g *generator) group(n int) Group {
 
 // cut chooses how the bytes of a block are distributed over its segments.
 func (g *generator) cut(group *Group) {
-	sort := g.IntN(4)
-	if g.class == largeBlocks && g.chance(1, 2) {
-		sort = 0 // as those of real caches
-	}
-	switch sort {
+	switch g.IntN(4) {
 	case 0:
 		group.Cut = CutEqual
 		each := 16
