@@ -258,7 +258,7 @@ func byChance(program, name string) bool {
 
 // racy are the cases whose mutants write, or read, what they must not yet.
 func racy() []string {
-	return []string{"load-ends", "pd-asked-late", "pd-cancel", "pd-corrupt-asked", "pd-deadline", "pd-late", "pd-late-next", "pd-under-way", "layer-order", "layer-digests", "layer-groups", "layer-read"}
+	return []string{"load-ends", "pd-asked-late", "pd-cancel", "pd-corrupt-asked", "pd-deadline", "pd-late", "pd-late-next", "pd-under-way", "layer-order", "layer-digests", "layer-groups", "layer-read", "layer-deep"}
 }
 
 // The names are what a report of this test shows, so each is used once.
