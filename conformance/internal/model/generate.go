@@ -170,7 +170,7 @@ func (g *generator) cut(group *Group) {
 	case 0:
 		group.Cut = CutEqual
 		each := 16
-		for int64(2*each*group.Segments) <= group.Bytes {
+		for int64(each*group.Segments) < minBlock || int64(2*each*group.Segments) <= group.Bytes {
 			each *= 2
 		}
 		group.Bytes = int64(each * group.Segments)
