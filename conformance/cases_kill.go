@@ -139,7 +139,7 @@ const (
 	surely    = 2 // rounds in which they must be there afterwards, if there is room for all that these save
 )
 
-// keepsBehind is how many of the old blocks must outlive their engine: all, or none where an empty store has no room for so many blocks, since
+// keepsBehind is how many of the old blocks must outlive their engine: all, or none where an empty store has no room for that many blocks, since
 // a cap may have any of them given up.
 func (r *rig) keepsBehind(layout *connector.Layout, many, each int) int {
 	r.Helper()

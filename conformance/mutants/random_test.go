@@ -124,6 +124,19 @@ func budgetFor(m mutants.Unseen) time.Duration {
 	return 4900 * time.Millisecond
 }
 
+// notNamed expects that no case but those that a wrong connector names finds it.
+func notNamed(t *testing.T, m mutants.Unseen, maker func() (conformance.Harness, error)) {
+	t.Helper()
+	for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(m), Seed: 7}) {
+		require.NotEqual(t, conformance.Fail, r.Status, "%s finds it: %v", r.ID, r.Log)
+		decided(t, r)
+	}
+	for _, id := range m.Also {
+		r := conformance.Check(t.Context(), maker, conformance.Options{Only: []string{id}, Seed: 7})[0]
+		require.True(t, r.Status == conformance.Fail || !decided(t, r), "%s does not find it: %v", id, r.Log)
+	}
+}
+
 // What no case looks for is found by random histories, and the report names the rule and shows a short history.
 func TestOnlyRandomHistoriesFind(t *testing.T) {
 	if testing.Short() {
@@ -145,14 +158,7 @@ func TestOnlyRandomHistoriesFind(t *testing.T) {
 				start = conformance.Wire // a data race by definition, which the race detector does not see through the protocol
 			}
 			maker := func() (conformance.Harness, error) { return start(m.Plugin(), configOf(m.Mutant))() } // each with a store of its own
-			for _, r := range conformance.Check(t.Context(), maker, conformance.Options{Only: named(m), Seed: 7}) {
-				require.NotEqual(t, conformance.Fail, r.Status, "%s finds it: %v", r.ID, r.Log)
-				decided(t, r)
-			}
-			for _, id := range m.Also {
-				r := conformance.Check(t.Context(), maker, conformance.Options{Only: []string{id}, Seed: 7})[0]
-				require.True(t, r.Status == conformance.Fail || !decided(t, r), "%s does not find it: %v", id, r.Log)
-			}
+			notNamed(t, m, maker)
 			if m.Case == "random-holds" && os.Getenv("KVPORT_SOAK") == "" {
 				t.Skip("TestHoldFaults finds all of this case")
 			}
