@@ -18,7 +18,7 @@ func killCases() []Case {
 		faultCase("kill-acked", rule, "The plugin is killed right after a save was acknowledged, 5 times: the blocks are kept as Scope promises.", killAcked),
 		faultCase("kill-match", rule, "The plugin is killed during Matches, 4 times: what is stored stays whole.", killMatch),
 		faultCase("kill-load", rule, "The plugin is killed during loads, 4 times: what is stored stays whole.", killLoad),
-		faultCase("kill-save", rule, "The plugin is killed during saves, 6 times: no block is torn.", killSave),
+		faultCase("kill-save", rule, "The plugin is killed during saves, 6 times: no block is torn, and what was saved before is there.", killSave),
 		faultCase("kill-replace", rule, "The plugin is killed while it replaces stored blocks, 6 times: no block is torn.", killReplace),
 		faultCase("kill-open", rule, "The plugin is killed while sides open, 4 times: its next life works.", killOpen),
 		faultCase("kill-two", "FAULT-03", "Two engines save, and the plugin of one is killed: the other is unharmed.", killTwo),
@@ -106,8 +106,14 @@ func killLoad(r *rig) {
 func killSave(r *rig) {
 	const each = 64
 	layout := planes(5 * each)
-	for range 6 {
+	sure := 0
+	for round := range 6 {
+		if round == 0 {
+			sure = r.keepsBehind(&layout, surely*(4*each+oldBlocks), each)
+		}
 		e := r.engine(setup{layout: &layout})
+		old := e.keys(oldBlocks)
+		e.save(blocks(4*each, old...)...)
 		keys := make([][]connector.BlockKey, 4)
 		for i := range keys {
 			keys[i] = e.keys(each)
@@ -121,14 +127,50 @@ func killSave(r *rig) {
 			<-ctx.Done() // each once: a second save would find what is there
 			return ctx.Err()
 		})
-		e.settled(keys)
+		if round == surely { // those before are more than keepsBehind has seen
+			sure = 0
+		}
+		e.settled(keys, old[:sure])
 	}
 }
 
-// settled opens the next life and checks that whatever it offers of each prompt is whole.
-func (e *engine) settled(keys [][]connector.BlockKey) {
+const (
+	oldBlocks = 8 // that are saved before the plugin is killed
+	surely    = 2 // rounds in which they must be there afterwards, if there is room for all that these save
+)
+
+// keepsBehind is how many of the old blocks must outlive their engine: all, or none where an empty store has no room for that many blocks, since
+// a cap may have any of them given up.
+func (r *rig) keepsBehind(layout *connector.Layout, many, each int) int {
+	r.Helper()
+	if r.info.Scope == connector.ScopeEngine {
+		return 0 // whose blocks need not outlive it
+	}
+	s := r.stage(1, end(layout))
+	defer func() { _ = s.shut() }()
+	e := s.engine(setup{layout: layout})
+	var saved [][]connector.BlockKey
+	for n := 0; n < many; n += each {
+		keys := e.keys(each)
+		e.save(blocks(0, keys...)...)
+		saved = append(saved, keys)
+	}
+	for _, keys := range saved {
+		if e.match(keys...) < len(keys) {
+			return 0
+		}
+	}
+	return oldBlocks
+}
+
+// settled opens the next life and checks that whatever it offers of each prompt is whole, and that it offers all of what is old.
+func (e *engine) settled(keys [][]connector.BlockKey, old []connector.BlockKey) {
 	e.Helper()
 	n := e.life()
+	if len(old) > 0 {
+		e.equal(len(old), n.match(old...), "blocks offered to the next life that were saved before the others")
+		n.whole(old, 0)
+	}
 	for _, k := range keys {
 		found := n.match(k...)
 		n.whole(k[:found], 0)
@@ -150,7 +192,7 @@ func killReplace(r *rig) {
 			t.Replace = true
 			return e.workers[0].Save(ctx, &t, e.kv[0])
 		})
-		e.settled([][]connector.BlockKey{keys})
+		e.settled([][]connector.BlockKey{keys}, nil)
 	}
 }
 

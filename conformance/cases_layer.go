@@ -3,12 +3,11 @@ package conformance
 import (
 	"context"
 	"fmt"
-	"os"
-	"strconv"
-	"strings"
 	"time"
 
+	"github.com/kvport/kvport/conformance/internal/model"
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // layerCase is a case of a connector that saves layers while others are computed.
@@ -27,6 +26,7 @@ func layerCases() []Case {
 	groups.Groups, groups.Run = true, rigged(connector.CanLayers, true, layerGroups)
 	return []Case{
 		layerCase("layer-order", "LAYER-01", "Each layer holds garbage until it is announced; what is loaded afterwards is right.", layerOrder),
+		layerCase("layer-deep", "LAYER-01", "The cache has 130 layers, of which each holds garbage until it is announced.", layerDeep),
 		layerCase("layer-jump", "LAYER-01", "Several layers are announced at once, and none is missed.", layerJump),
 		layerCase("layer-digests", "LAYER-01", "The digests hold garbage until the last layer is announced.", layerDigests),
 		groups,
@@ -192,6 +192,23 @@ func layerOrder(r *rig) {
 		l.running("before the last layer was announced")
 		l.compute(n + 1)
 	}
+	r.must(l.result(), "save layers")
+	e.comesBack(6, bs...)
+}
+
+// layerDeep stops behind as many layers as a word has bits, and where a second word ends.
+func layerDeep(r *rig) {
+	const deep = 130
+	layout := layoutOf(&model.Shape{Slots: slots, Gaps: true, Groups: []model.Group{{Segments: deep, Bytes: 32 * deep}}})
+	e := r.engine(setup{layout: &layout})
+	bs := blocks(0, e.keys(3)...)
+	l := e.layerBlocks(0, bs...)
+	for _, n := range []int{1, 32, 63, 64, 65, 127, 128} {
+		l.compute(n)
+		e.pause(pauseOfLayer / 4)
+		l.running("before the last layer was announced")
+	}
+	l.compute(deep)
 	r.must(l.result(), "save layers")
 	e.comesBack(6, bs...)
 }
@@ -455,9 +472,9 @@ func layerIdle(r *rig) {
 	e.pause(pauseOfLayer)
 	const wait = 600 * time.Millisecond
 	for range 3 { // what else runs in the process may disturb one measurement, not all
-		before := cpuTime(e.inst.PID)
+		began, before := time.Now(), cpuTime(e.inst.PID)
 		e.pause(wait)
-		if used := cpuTime(e.inst.PID) - before; used < wait/12 { // on a busy machine one that spins does not get much more
+		if used := cpuTime(e.inst.PID) - before; used < r.watched().spent(began)/12 { // on a busy machine one that spins does not get more
 			return
 		}
 	}
@@ -466,21 +483,13 @@ func layerIdle(r *rig) {
 
 // cpuTime is how much processor time a process has used; 0 is this one.
 func cpuTime(pid int) time.Duration {
-	who := "self"
+	folder := "/proc/self/task"
 	if pid != 0 {
-		who = strconv.Itoa(pid)
+		folder = fmt.Sprintf("/proc/%d/task", pid)
 	}
-	data, err := os.ReadFile("/proc/" + who + "/stat")
-	if err != nil {
-		return 0
+	var ran uint64
+	for _, thread := range machine.SchedStats(folder) {
+		ran += thread.Ran
 	}
-	_, rest, _ := strings.Cut(string(data), ") ") // behind the name, which may hold anything
-	fields := strings.Fields(rest)
-	const user, system, tick = 11, 12, 10 * time.Millisecond
-	if len(fields) <= system {
-		return 0
-	}
-	u, _ := strconv.Atoi(fields[user])
-	k, _ := strconv.Atoi(fields[system])
-	return time.Duration(u+k) * tick
+	return time.Duration(ran) //nolint:gosec // less than a life
 }

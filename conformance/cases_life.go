@@ -5,8 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"regexp"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -29,8 +32,86 @@ func lifeCases() []Case {
 		lifeCase("describe-pure", "CONF-02", "50 Describes run at once, beside open sides, and leave nothing behind.", describePure),
 		lifeCase("manifest", "CONF-03", "The manifest names the same connector, powers and fields.", manifest),
 		lifeCase("heartbeat", "LIFE-05", "Heartbeats are answered within 1 s while 64 loads and saves run.", heartbeat),
+		lifeCase("idle", "STORE-01", "Nobody calls for four seconds: what was saved is there, and the first calls then work.", idle),
 		lifeCase("sigterm", "LIFE-06", "SIGTERM and SIGINT do not end an open side.", sigterm),
 	}
+}
+
+// idle lets time pass. A time that is read in the wrong unit, or a connection that somebody has closed, shows only then.
+func idle(r *rig) {
+	const long = 4 * time.Second
+	e := r.engine(setup{})
+	keys := e.keys(3)
+	saved := time.Now()
+	e.save(blocks(0, keys...)...)
+	e.whole(keys, 4)
+	e.pause(long)
+	to := blocks(8, keys...)
+	e.wipe(0, to...)
+	err := e.load(to...)
+	if n := e.match(keys...); n < len(keys) {
+		if option := r.limitsTime(time.Since(saved)); option != "" {
+			r.unfit(fmt.Sprintf("blocks were gone after %v, as option %s says: give the connector a config that keeps them for some minutes", long, option))
+		}
+		r.Errorf("%d of %d blocks are offered after %v in which nobody called, and no option of the config says that it limits their time", n, len(keys), long)
+		return
+	}
+	r.must(err, "the first load after %v in which nobody called", long)
+	e.holds(to...)
+	e.works("afterwards")
+}
+
+// ofTime are words in the names of options that say how long a block is kept.
+var ofTime = regexp.MustCompile(`(?i)ttl|expir|life|retention|max_?age`)
+
+// limitsTime is the option by which the config has blocks given up within a time: one of which the schema says that it bounds seconds, or one
+// with such a name. It is "" if there is none.
+func (r *rig) limitsTime(within time.Duration) string {
+	r.Helper()
+	m, ok := r.harness().(Manifester)
+	if !ok {
+		return ""
+	}
+	manifest, err := m.Manifest(r.Context())
+	r.must(err, "manifest")
+	var schema struct {
+		Properties map[string]struct {
+			Bounds  string          `json:"bounds"`
+			Default json.RawMessage `json:"default"`
+		} `json:"properties"`
+	}
+	config := map[string]json.RawMessage{}
+	_ = json.Unmarshal(manifest.ConfigSchema, &schema) // one that is no schema declares nothing
+	_ = json.Unmarshal(r.config, &config)
+	for _, name := range slices.Sorted(maps.Keys(schema.Properties)) {
+		option := schema.Properties[name]
+		if option.Bounds != boundsSeconds && !ofTime.MatchString(name) {
+			continue
+		}
+		value, set := config[name]
+		if !set {
+			value = option.Default
+		}
+		if d := inTime(name, value); d > 0 && d <= within {
+			return name
+		}
+	}
+	return ""
+}
+
+// inTime reads a number, in milliseconds if the name of the option ends so and else in seconds, or a text such as "5s"; 0: it is neither.
+func inTime(name string, value json.RawMessage) time.Duration {
+	var text string
+	if json.Unmarshal(value, &text) == nil {
+		d, _ := time.ParseDuration(text)
+		return d
+	}
+	var number float64
+	_ = json.Unmarshal(value, &number)
+	if strings.HasSuffix(strings.ToLower(name), "_ms") {
+		return time.Duration(number * float64(time.Millisecond))
+	}
+	return time.Duration(number * float64(time.Second))
 }
 
 // works saves and loads on whatever sides are open.

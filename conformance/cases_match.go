@@ -1,6 +1,9 @@
 package conformance
 
 import (
+	"slices"
+	"time"
+
 	"github.com/kvport/kvport/connector"
 )
 
@@ -10,7 +13,7 @@ func matchCases() []Case {
 		storeCase("match-repeat", "SCHED-02", "72 Matches of one request are answered alike.", matchRepeat),
 		storeCase("probe", "SCHED-03", "A probe is answered like a query and leaves no trace.", probe),
 		storeCase("computed", "SCHED-04", "Tokens counts from Computed, in whole blocks, within the prompt.", computed),
-		storeCase("large-batch", "SCHED-06", "2,000 blocks are saved, matched in one query and loaded.", largeBatch),
+		storeCase("large-batch", "SCHED-06", "2,000 blocks are saved, matched in one query and loaded, and some that are absent are named.", largeBatch),
 		storeCase("prefix-hole", "STORE-02", "A match ends at the first absent block.", prefixHole),
 	}
 }
@@ -108,8 +111,24 @@ func largeBatch(r *rig) {
 		r.equal(len(qs[i].Keys)*blockTokens, m.Tokens, "tokens offered to query %d", i)
 	}
 	e.wipe(0, all...)
+	began := time.Now()
 	r.must(e.load(all...), "load of %d blocks", many)
+	took := time.Since(began)
 	e.holds(all...)
+	absent := []int{0, 511, 512, 999, 1000, 1023, 1024, 1029} // where connectors end what they do at once
+	all = all[:1030]
+	if e.left() < 2*took { // it is slow, and right so far
+		return
+	}
+	none := e.keys(len(absent))
+	var ids []connector.BlockID
+	for n, at := range absent {
+		all[at].Key = none[n]
+		ids = append(ids, all[at].ID)
+	}
+	e.wipe(0, all...)
+	e.failed(e.load(all...), ids...)
+	e.holds(slices.DeleteFunc(all, func(b connector.Block) bool { return slices.Contains(none, b.Key) })...)
 }
 
 func prefixHole(r *rig) {
@@ -123,4 +142,9 @@ func prefixHole(r *rig) {
 	r.equal(0, e.ask(q)[0].Tokens, "tokens offered when the first beyond Computed is absent")
 	e.save(blocks(2, keys[2])...)
 	r.equal(5, e.match(keys...), "blocks offered when the hole is filled")
+	for n := range 8 { // a run of nine with one hole, and all behind it
+		keys = e.keys(9)
+		e.save(blocks(0, slices.Concat(keys[:n], keys[n+1:])...)...)
+		r.equal(n, e.match(keys...), "blocks offered when block %d of nine is absent, and no other", n+1)
+	}
 }

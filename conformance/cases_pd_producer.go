@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"slices"
 	"time"
@@ -27,6 +28,8 @@ func pdProducerCases() []Case {
 		pdCase("pd-all-ranks", "PD-04", "A hold is reported when the last of the consumer's ranks has fetched.", PDProducer, pdAllRanks),
 		pdCase("pd-asked", "PD-05", "A consumer that only asks leaves the hold as it is.", PDProducer, pdAsked),
 		pdCase("pd-unread", "PD-05", "A load that was cancelled leaves the hold as it is.", PDProducer, pdUnread),
+		pdCase("pd-long", "PD-01", "Of a prompt of 260 blocks, of which the slots have no order and no number of one byte, the last four arrive.", PDProducer, pdLong),
+		pdCase("pd-expired-part", "PD-06", "Half its time after the hold began one of two ranks reads: the lease ends when it would have, and brings nothing then of what its slots contain next.", PDProducer, pdExpiredPart),
 		pdCase("pd-expired", "PD-06", "A hold whose lease is over brings nothing of what its slots contain next.", PDProducer, pdExpired),
 		pdCase("pd-generation", "PD-06", "The ticket of an old hold does not bring the blocks that are held in its slots now.", PDProducer, pdGeneration),
 		pdCase("pd-reaper", "PD-06", "Every lease ends by itself, even after one that was fetched.", PDProducer, pdReaper),
@@ -217,6 +220,51 @@ func pdExpired(r *rig) {
 	p := r.sender(1)
 	d := p.taker()
 	pr := p.hand(4, 0)
+	p.expire(pr)
+	d.try(pr)
+	d.take(p.hand(4, 0))
+}
+
+// pdLong has more blocks, and slots with larger numbers, than a byte can count. Only the end is fetched, as by an engine that has the
+// beginning, so that the load takes no longer than those of other cases.
+func pdLong(r *rig) {
+	const byteful, full = 256, 260
+	layout := interleaved(2 * full)
+	p := r.senderOf(setup{layout: &layout})
+	d := p.taker()
+	r.rand.Shuffle(len(p.free), func(i, j int) { p.free[i], p.free[j] = p.free[j], p.free[i] })
+	slices.SortStableFunc(p.free, func(a, b connector.BlockID) int { return cmp.Compare(min(a, byteful), min(b, byteful)) }) // the last are taken
+	pr := p.hand(full, 0)
+	began := time.Now()
+	switch n := d.offer(pr, byteful); {
+	case n == full-byteful:
+	case n == 0 && !pr.over(): // it may be that the answer came too late
+		d.overdue(began, "nothing of hold %d is offered to a consumer that has %d of %d blocks", pr.hold.ID, byteful, full)
+		return
+	default:
+		r.inLease(pr)
+		d.missed(pr, nil, "%d blocks of hold %d are offered to a consumer that has %d of %d", n, pr.hold.ID, byteful, full)
+		return
+	}
+	right, err := d.fetch(pr, loading{first: byteful, n: full - byteful})
+	if err != nil {
+		r.inLease(pr)
+		d.missed(pr, err, "load of the last blocks of hold %d: %v", pr.hold.ID, err)
+		return
+	}
+	r.equal(full-byteful, right, "blocks that arrived")
+}
+
+func pdExpiredPart(r *rig) {
+	p := r.sender(2)
+	d := p.taker()
+	pr := p.hand(4, 0)
+	left := time.Until(pr.until)
+	if left > longLease {
+		r.Skipf("a hold has %v to live; give the connector a config with a lease of less than %v", left.Round(time.Second), longLease)
+	}
+	p.pause(left / 2)
+	_, _ = d.fetch(pr, loading{n: 4, ranks: []int{0}})
 	p.expire(pr)
 	d.try(pr)
 	d.take(p.hand(4, 0))

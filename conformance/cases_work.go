@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -22,6 +23,7 @@ func workCases() []Case {
 		storeCase("cancelled-save", "WORK-08", "Whatever a cancelled save left behind is whole.", cancelledSave),
 		storeCase("offered-whole", "WORK-08", "While up to 500 blocks are saved, what is offered of them is loaded at once, and right; then all are offered.", offeredWhole),
 		storeCase("concurrent", "WORK-09", "Loads and saves of the same blocks run at the same time.", concurrent),
+		storeCase("beside-cancelled", "WORK-09", "Of three saves, and of three loads, of the same blocks at once one is cancelled: the others end well, and what they have saved is offered at once.", besideCancelled),
 		storeCase("error-kind", "ERR-02", "A load of an absent block fails with ErrGone.", errorKind),
 	}
 }
@@ -254,6 +256,73 @@ func concurrent(r *rig) {
 		if err != nil {
 			r.Errorf("%v", err)
 		}
+	}
+}
+
+// besideCancelled ends the context of one call after a part of the time that such a call takes, another one in each round.
+func besideCancelled(r *rig) {
+	const rounds, n = 24, 4
+	e := r.engine(setup{})
+	var times []time.Duration
+	for range 4 { // the first also makes connections
+		from := blocks(0, e.keys(n)...)
+		e.fill(from...)
+		began := time.Now()
+		r.must(e.saveOnly(r.Context(), transfer(from)), "save")
+		times = append(times, time.Since(began))
+	}
+	slices.Sort(times[1:])
+	took, enough := times[2], e.left()/3
+	var asking sync.Mutex // a host asks Match from one goroutine at a time
+	for round := range rounds {
+		if e.left() < enough { // it is slow, and was cancelled early and late in some rounds
+			break
+		}
+		part := time.Duration(round * 7 % rounds)
+		keys := e.keys(n)
+		from := blocks(0, keys...)
+		e.fill(from...)
+		e.threeAtOnce(took*part/rounds, true, func(int) connector.Transfer { return transfer(from) }, func() error {
+			asking.Lock()
+			defer asking.Unlock()
+			q := query(keys)
+			q.Request = connector.RequestID(fmt.Sprintf("request-%d", round))
+			ms, err := e.scheduler.Match(r.Context(), []connector.Query{q})
+			if err == nil && len(ms) == 1 && !ms[0].Later && ms[0].Tokens < n*blockTokens {
+				return fmt.Errorf("%d of %d blocks are offered when a save of them has returned", ms[0].Tokens/blockTokens, n)
+			}
+			return nil
+		})
+		e.whole(keys, n)
+		began := time.Now()
+		r.must(e.load(blocks(n, keys...)...), "load")
+		loaded := time.Since(began)
+		e.threeAtOnce(loaded*part/rounds, false, func(i int) connector.Transfer { return transfer(blocks((1+i)*n, keys...)) }, func() error { return nil })
+		e.holds(append(blocks(2*n, keys...), blocks(3*n, keys...)...)...)
+	}
+}
+
+// threeAtOnce makes three calls on rank 0, of which the first is cancelled after a while. Then comes with each other that has ended well.
+func (e *engine) threeAtOnce(after time.Duration, save bool, of func(i int) connector.Transfer, then func() error) {
+	e.Helper()
+	errs := make([]error, 3)
+	begun := make(chan struct{}) // others may wait for what the first has begun
+	together(len(errs), func(i int) {
+		t := of(i)
+		if i == 0 {
+			close(begun)
+			ctx, cancel := context.WithTimeout(e.Context(), after)
+			defer cancel()
+			_ = e.moveRank(ctx, 0, &t, save)
+			return
+		}
+		<-begun
+		if errs[i] = e.moveRank(e.Context(), 0, &t, save); errs[i] == nil {
+			errs[i] = then()
+		}
+	})
+	for _, err := range errs {
+		e.must(err, "a call beside another of the same blocks that was cancelled (save: %v)", save)
 	}
 }
 

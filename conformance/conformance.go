@@ -123,7 +123,7 @@ type T interface {
 
 // Cases lists every case, in the order in which they run: first those without which no other can be judged.
 func Cases() []Case {
-	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), randomCases(), boundedCases(), ageingCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
+	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), contentCases(), randomCases(), boundedCases(), ageingCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
 		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }

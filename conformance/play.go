@@ -22,6 +22,7 @@ type stage struct {
 	limits    model.Limits
 	bounds    *bounding // of the config; nil: the harness's
 	bytes     int64     // of blocks that were saved so far
+	usual     bool      // the connector takes no blocks of other numbers of tokens than are usual here
 }
 
 // stage starts a connector whose backend is empty.
@@ -61,6 +62,9 @@ func (s *stage) words() []string {
 
 // begin opens the engines of a history.
 func (s *stage) begin(h *model.History, salt string) error {
+	if s.usual {
+		h.Shape.Tokens = 0
+	}
 	layout := layoutOf(&h.Shape)
 	if s.bounds != nil {
 		var err error
@@ -79,7 +83,14 @@ func (s *stage) begin(h *model.History, salt string) error {
 			s.instances = append(s.instances, s.keep(i))
 		}
 		p := &player{stage: s, number: n, history: h, layout: layout, keys: keys, salt: salt, versions: h.Versions(), turn: make(chan struct{}, 1)}
-		if err := p.enter(); err != nil {
+		err := p.enter()
+		if n == 0 && errors.Is(err, connector.ErrIncompatible) && h.Shape.Tokens > 0 { // it need not take blocks of any number of tokens
+			s.usual, h.Shape.Tokens = true, 0
+			layout = layoutOf(&h.Shape)
+			p.layout = layout
+			err = p.restart(false)
+		}
+		if err != nil {
 			return err
 		}
 		s.players = append(s.players, p)
@@ -140,7 +151,7 @@ func (p *player) open() error {
 }
 
 func (p *player) openScheduler() error {
-	s, err := p.engine.inst.Scheduler(p.Context(), p.engine.env, p.config)
+	s, err := p.engine.begunScheduler()
 	if err != nil {
 		return fmt.Errorf("open the scheduler side: %w", err)
 	}
@@ -150,9 +161,7 @@ func (p *player) openScheduler() error {
 
 func (p *player) openWorkers() error {
 	for rank := range p.engine.workers {
-		env := p.engine.env
-		env.Rank = rank
-		w, err := p.engine.inst.Worker(p.Context(), env, p.config)
+		w, err := p.engine.begunWorker(rank)
 		if err != nil {
 			return fmt.Errorf("open the worker side of rank %d: %w", rank, err)
 		}
@@ -365,7 +374,7 @@ func (p *player) match(ctx context.Context, c *model.Call) (res model.Result) {
 			keys[n] = p.keys[k]
 		}
 		queries[i] = query(keys)
-		queries[i].Computed = q.Computed * blockTokens
+		queries[i].Tokens, queries[i].Computed = len(keys)*p.blockTokens()+min(3, p.blockTokens()-1), q.Computed*p.blockTokens()
 		if q.Probe {
 			queries[i].Request = ""
 		}
@@ -376,7 +385,7 @@ func (p *player) match(ctx context.Context, c *model.Call) (res model.Result) {
 		later := errors.Is(err, connector.ErrBusy)
 		for _, m := range matches {
 			later = later || m.Later
-			res.Answers = append(res.Answers, m.Tokens)
+			res.Answers = append(res.Answers, p.inBlocks(m.Tokens))
 		}
 		if !later || ctx.Err() != nil {
 			return res
@@ -389,6 +398,15 @@ func (p *player) match(ctx context.Context, c *model.Call) (res model.Result) {
 		case <-ctx.Done():
 		}
 	}
+}
+
+// blockTokens is the tokens of the history's blocks.
+func (p *player) blockTokens() int { return p.layout.Groups[0].BlockTokens }
+
+// inBlocks gives tokens as those of blocks with model.BlockTokens. Those of no whole block stay no whole block.
+func (p *player) inBlocks(tokens int) int {
+	size := p.blockTokens()
+	return tokens/size*model.BlockTokens + min(1, tokens%size)
 }
 
 func (p *player) reset(ctx context.Context) (res model.Result) {

@@ -311,9 +311,25 @@ func (e *engine) openAll() {
 	e.ready = true
 }
 
+// begunScheduler opens a scheduler side, with a context that ends with the opening (rule OPEN-01).
+func (e *engine) begunScheduler() (connector.Scheduler, error) {
+	ctx, cancel := context.WithCancel(e.Context())
+	defer cancel()
+	return e.inst.Scheduler(ctx, e.env, e.config)
+}
+
+// begunWorker opens the worker side of a rank, with such a context.
+func (e *engine) begunWorker(rank int) (connector.Worker, error) {
+	ctx, cancel := context.WithCancel(e.Context())
+	defer cancel()
+	env := e.env
+	env.Rank = rank
+	return e.inst.Worker(ctx, env, e.config)
+}
+
 func (e *engine) openScheduler() {
 	e.Helper()
-	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
+	s, err := e.begunScheduler()
 	e.mustOpen(e.inst, err, "open the scheduler side")
 	e.scheduler = s
 	e.endWithCase()
@@ -321,9 +337,7 @@ func (e *engine) openScheduler() {
 
 func (e *engine) openWorker(rank int) {
 	e.Helper()
-	env := e.env
-	env.Rank = rank
-	w, err := e.inst.Worker(e.Context(), env, e.config)
+	w, err := e.begunWorker(rank)
 	e.mustOpen(e.inst, err, "open the worker side of rank %d", rank)
 	e.workers[rank] = w
 	e.endWithCase()

@@ -92,15 +92,13 @@ func (e *engine) reborn() *engine {
 // opens tries one side after the other, closes what it has opened, and gives the error of the first that does not open.
 func (e *engine) opens() error {
 	e.Helper()
-	s, err := e.inst.Scheduler(e.Context(), e.env, e.config)
+	s, err := e.begunScheduler()
 	if err != nil {
 		return err
 	}
 	e.must(e.endless(time.Now(), s.Close()), "close the scheduler side")
 	for rank := range e.workers {
-		env := e.env
-		env.Rank = rank
-		w, err := e.inst.Worker(e.Context(), env, e.config)
+		w, err := e.begunWorker(rank)
 		if err != nil {
 			return err
 		}

@@ -265,7 +265,8 @@ type Plugin struct {
 	// Describe checks a config and reports what the connector would do with it. It has no side effects.
 	// Config errors name the field and wrap ErrIncompatible.
 	Describe func(ctx context.Context, config json.RawMessage) (Info, error)
-	// Scheduler and Worker open one side. Sides open in any order, and each may be opened alone.
+	// Scheduler and Worker open one side. Sides open in any order, and each may be opened alone. The context is that of the opening: it ends
+	// when the side is open, and what goes on until Close needs one of its own.
 	Scheduler func(ctx context.Context, env Env, config json.RawMessage) (Scheduler, error)
 	Worker    func(ctx context.Context, env Env, config json.RawMessage) (Worker, error)
 }

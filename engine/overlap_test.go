@@ -200,8 +200,7 @@ func TestOverlapRests(t *testing.T) {
 // resident is the config of an engine with a connector that keeps blocks in memory of its host.
 func resident(t *testing.T, cfg Config) Config {
 	tier := testkit.Typical(t, fixture.Tier)
-	bench := slices.IndexFunc(tier.Bench, func(b fixture.Bench) bool { return b.Medium == "memory" })
-	own, err := fixture.Fill(tier.Bench[bench].Config, fixture.Values{"MEMORY_BYTES": 32 << 20})
+	own, err := fixture.Fill(tier.Memory().Config, fixture.Values{"MEMORY_BYTES": 32 << 20})
 	require.NoError(t, err)
 	c, err := host.ParseConfig(fmt.Sprintf(`{"kv_connector": %q, "kv_role": "kv_both", "kv_connector_extra_config": %s}`, tier.Connector, own))
 	require.NoError(t, err)

@@ -38,7 +38,9 @@ func fileMutants() []Mutant {
 		Mutant{Name: "does not notice that its host is dead", Case: "host-death", Plugin: Files, Config: `{"dir": "@TMP@/kv"}`, Program: "kvport-files-daemon"})
 }
 
-func fileFaults() []fileFault { return slices.Concat(damageFaults(), endingFaults(), tornFaults()) }
+func fileFaults() []fileFault {
+	return slices.Concat(damageFaults(), endingFaults(), tornFaults(), carelessFaults())
+}
 
 // badFiles is Files with some calls replaced.
 type badFiles struct {

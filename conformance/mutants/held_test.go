@@ -30,7 +30,7 @@ func TestHeldAsBinary(t *testing.T) {
 		Profiles: []conformance.Profile{conformance.Store, conformance.MultiRank, conformance.Groups, conformance.Lifecycle, conformance.Fault},
 		Only: []string{
 			"engines-at-once", "strided-bytes", "guard-bytes", "other-shape", "other-key", "other-world", "group-strides",
-			"many-sides", "kill-idle", "kill-save", "kill-open", "kill-two", "random-kills", "read-only-disk",
+			"many-sides", "replace", "shapes", "plain-bytes", "kill-idle", "kill-save", "kill-open", "kill-two", "random-kills", "read-only-disk",
 		},
 	}) {
 		if r.ID == "read-only-disk" {

@@ -16,7 +16,7 @@ func manyLayerFaults() []Unseen {
 		layerUnseen("gives up all saves when the engine gives up one", givesUpAll, "LAYER-05"),
 		layerUnseen("saves three transfers at a time", threeAtATime, "LAYER-05", "LAYER-03"),
 		layerUnseen("waits whatever its context says when it has two layers", onLayers(layerCall.deafLater), "LAYER-04"),
-		layerUnseen("takes a jump in the middle for one layer", onLayers(layerCall.missesJumps), "LAYER-01", "LAYER-02", "STORE-05"),
+		layerUnseen("takes a jump in the middle for one layer", onLayers(layerCall.missesJumps), "LAYER-01", "LAYER-02", "STORE-05").also("layer-deep"),
 		layerUnseen("takes a jump in a second group for one layer", onLayers(layerCall.missesJumpsBehind), "LAYER-01", "LAYER-02", "STORE-05"),
 		layerUnseen("forgets what was stored when the engine gives up", onLayers(func(c layerCall) error {
 			err := c.right()

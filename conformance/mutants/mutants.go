@@ -25,7 +25,7 @@ func All() []Mutant {
 	out := slices.Concat(badStores(), fileMutants(), heldMutants(), versionMutants(), arenaMutants(), placingMutants(), lendingMutants(), remoteMutants(), offloadMutants(), pipeMutants(), pdMutants(), bufferMutants(), multiMutants(), someRandomlyFound())
 	lists := [][]fault{
 		openFaults(), matchFaults(), workFaults(), layoutFaults(), storeFaults(), keyFaults(), powerFaults(), statFaults(), eventFaults(), layerFaults(), overlapFaults(),
-		lifeFaults(), ringFaults(), rankFaults(), rankOrderFaults(), groupFaults(), hostileFaults(),
+		lifeFaults(), ringFaults(), rankFaults(), rankOrderFaults(), groupFaults(), oddFaults(), hostileFaults(),
 	}
 	for _, list := range lists {
 		for _, f := range list {

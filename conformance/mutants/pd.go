@@ -236,6 +236,9 @@ func (n *pdNode) find(q *pdQuestion) *pdHold {
 	}
 	h := n.holds[q.Hold]
 	if h == nil || n.noExpiry || n.reaperStops || time.Now().Before(h.expires) {
+		if h != nil && n.renews {
+			h.expires = time.Now().Add(n.lease)
+		}
 		return h
 	}
 	delete(n.holds, q.Hold)

@@ -17,6 +17,7 @@ type pdFaults struct {
 	reportsBoth, guesses, byOrder                              bool
 	mixes, slotNames, noWeak                                   bool
 	endsAlike, abortsAlike, sixteen, reportsOne                bool
+	placeByte, slotByte, renews                                bool
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool
@@ -90,6 +91,9 @@ func pdProducerMutants() []Mutant {
 		pdMutant("a producer that asks for no secret", "pd-forged", pdFaults{noSecret: true, noMAC: true, noKeys: true}),
 		pdMutant("a producer that serves after it has closed", "pd-closed", pdFaults{servesClosed: true}),
 		pdMutant("a producer whose connections outlive it", "pd-closed-reading", pdFaults{keepsConnections: true}),
+		pdMutant("a producer that counts the blocks of a prompt in 8 bits", "pd-long", pdFaults{placeByte: true}),
+		pdMutant("a producer that counts slots in 8 bits", "pd-long", pdFaults{slotByte: true}),
+		pdMutant("a producer whose lease begins again with each question", "pd-expired-part", pdFaults{renews: true}),
 	}
 }
 

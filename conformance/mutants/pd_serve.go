@@ -207,6 +207,9 @@ func (n *pdNode) choose(conn int, q *pdQuestion, signed func([]byte) bool, kept 
 // read copies a block; nil: its rank has no cache here. The caller holds mu.
 func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 	b, found := n.place(h, q)
+	if n.slotByte {
+		b.ID &= 0xFF
+	}
 	kv := n.caches[q.Rank]
 	if n.firstRank {
 		kv = n.caches[0]
@@ -244,6 +247,9 @@ func (n *pdNode) place(h *pdHold, q *pdQuestion) (connector.Block, bool) {
 	first := (h.ended.Tokens+n.size-1)/n.size - len(own)
 	if n.fromFirst {
 		first = 0
+	}
+	if n.placeByte {
+		q.Place &= 0xFF
 	}
 	if at := q.Place - first; at >= 0 && at < len(own) {
 		b := own[at]

@@ -14,12 +14,13 @@ import (
 	"github.com/kvport/kvport/connector"
 )
 
-// Unseen is a wrong connector whose fault no case looks for: only those that play random histories find it.
+// Unseen is a wrong connector whose fault no case looks for: those that play random histories find it, and no other unless Also says so.
 type Unseen struct {
 	Mutant
 
 	Class string   // of faults; what cases with a subject of their own miss
 	Rules []string // one of which the report must name
+	Also  []string // cases with another subject that find it, too
 	Racy  bool     // it reads or writes what it must not at that moment
 	Long  bool     // it shows in batches that only longer runs have
 }
@@ -75,6 +76,12 @@ func (u Unseen) or(rules ...string) Unseen {
 	return u
 }
 
+// also names cases that find it, too.
+func (u Unseen) also(ids ...string) Unseen {
+	u.Also = ids
+	return u
+}
+
 // long marks one that shows in big batches.
 func (u Unseen) long() Unseen {
 	u.Long = true
@@ -120,7 +127,7 @@ func sizeFaults() []Unseen {
 	return []Unseen{
 		unseen(sizes, "moves 64 segments of a block", "WORK-01", func(s *badStore) {
 			s.get, s.put = eachItem(s.memory.Get, segments(64)), eachItem(s.memory.Put, segments(64))
-		}).or("STORE-04"), // if the first load fills memory that was written before
+		}).or("STORE-04").also("shapes"), // if the first load fills memory that was written before
 		unseen(sizes, "writes 1024 segments of a block, as many as one call of the system takes", "WORK-01", func(s *badStore) {
 			s.put = eachItem(s.memory.Put, segments(1024))
 		}).or("STORE-04", "WORK-08", "LAYOUT-03"),
@@ -144,7 +151,7 @@ func sizeFaults() []Unseen {
 				}
 				return nil
 			}
-		}).or("STORE-04"),
+		}).or("STORE-04").also("shapes"),
 		unseen(sizes, "sends frames of 64 KiB at most", "WORK-01", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				if slices.ContainsFunc(items, func(it connector.Item) bool { return it.Size() > 64<<10 }) {
@@ -152,7 +159,7 @@ func sizeFaults() []Unseen {
 				}
 				return s.memory.Put(ctx, items)
 			}
-		}).or("STORE-06"),
+		}).or("STORE-06").also("shapes"),
 		planted(groups, "needs all blocks of the third group", "WORK-05", onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			all := &scheduler{backend: s.backend, env: s.env}
 			all.env.Layout.Groups = slices.Clone(s.env.Layout.Groups)
@@ -273,7 +280,7 @@ func batchFaults() []Unseen {
 				}
 				return err
 			}
-		}),
+		}).also("large-batch"),
 		unseen(large, "fills a block once that comes twice in a load", "WORK-02", func(s *badStore) {
 			s.get = func(ctx context.Context, items []connector.Item) error {
 				seen := map[connector.StoreKey]bool{}
@@ -357,7 +364,8 @@ func resetFaults() []Unseen {
 					out := make([]connector.Match, len(qs))
 					for i, q := range qs {
 						out[i] = s.match(q, func(g int, k connector.BlockKey) bool { return known[k] || s.present(g, k) })
-						for _, k := range q.Keys[q.Computed/4 : (q.Computed+out[i].Tokens)/4] {
+						size := s.env.Layout.Groups[0].BlockTokens
+						for _, k := range q.Keys[q.Computed/size : (q.Computed+out[i].Tokens)/size] {
 							known[k] = known[k] || len(s.env.Layout.Groups) == 1
 						}
 					}
@@ -436,7 +444,7 @@ func sharedFaults() []Unseen {
 		})).or("STORE-03"),
 		planted(groups, "knows two groups", "KEY-08", derived(func(k connector.BlockKey, f connector.Fingerprint, g uint16, s connector.Shard) connector.StoreKey {
 			return right(k, f, min(g, 1), s)
-		})).or("GROUP-03", "GROUP-04", "WORK-01", "STORE-05"),
+		})).or("GROUP-03", "GROUP-04", "WORK-01", "STORE-05").also("shapes"),
 		planted(groups, "checks the last two blocks of a window", "GROUP-04", onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			few := &scheduler{backend: s.backend, env: s.env}
 			few.env.Layout.Groups = slices.Clone(s.env.Layout.Groups)

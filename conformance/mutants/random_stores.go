@@ -27,7 +27,7 @@ func slotFaults() []Unseen {
 					})
 				}}
 			}
-		}).or("STORE-04", "WORK-08", "LAYOUT-03"),
+		}).or("STORE-04", "WORK-08", "LAYOUT-03").also("shapes"),
 		shared(states, "never frees the slots of a save that was cancelled", "WORK-01", func(*memory) func(*badStore) {
 			const count = 300
 			var lost atomic.Int64
@@ -234,7 +234,7 @@ func answerFaults() []Unseen {
 				}
 				return s.memory.Get(ctx, items)
 			}
-		}).or("WORK-01", "STORE-01"),
+		}).or("WORK-01", "STORE-01").also("large-batch"),
 		unseen(acks, "acknowledges a long save whose context ends amid it", "WORK-05", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				const batch = 16

@@ -170,6 +170,13 @@ func mutant(name, caseID string, change func(*badStore)) Mutant {
 	return Mutant{Name: name, Case: caseID, Plugin: func() connector.Plugin { return storePlugin(change) }}
 }
 
+// sharing is a store whose engines share what change keeps; change is called once for all of them.
+func sharing(name, caseID string, change func(*memory) func(*badStore)) Mutant {
+	m := shared("", name, "", change).Mutant
+	m.Case = caseID
+	return m
+}
+
 // shortened is a store that knows keys by a part of their bytes.
 func shortened(name string, from, to int) Mutant {
 	short := func(k connector.StoreKey) (s connector.StoreKey) {
@@ -201,7 +208,7 @@ func shortened(name string, from, to int) Mutant {
 
 // badStores are the faults that authors of a Store can make.
 func badStores() []Mutant {
-	return slices.Concat(shortKeys(), badReaders(), badWriters(), agers(), []Mutant{earlyOffer(), leftOut()})
+	return slices.Concat(shortKeys(), badReaders(), badWriters(), agers(), contentMutants(), shapeMutants(), lastingMutants(), besideMutants(), []Mutant{earlyOffer(), leftOut()})
 }
 
 // shortKeys know keys by a part of their bytes.

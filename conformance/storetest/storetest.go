@@ -63,6 +63,8 @@ func Cases() []Case {
 		{"zeros", "Keys of zeros that differ in one byte are kept apart.", func(t T, h Harness) { apart(t, h, oneByte(filled(0))) }},
 		{"folded", "Keys that differ in the same bit of two bytes, or in the order of their bytes, are kept apart.", func(t T, h Harness) { apart(t, h, folded()) }},
 		{"text", "Keys with bytes that mean something in paths, lines and strings are kept apart.", func(t T, h Harness) { apart(t, h, texts()) }},
+		{"trimmed", "Keys that begin or end with bytes which are cut off from strings are kept apart.", func(t T, h Harness) { apart(t, h, trimmed()) }},
+		{"plain", "Blocks of zeros, of one byte, and of equal bytes come back as they are, also when one of them is replaced.", plain},
 		{"random", "Random histories of Puts, Gets and Lookups, at once and cancelled: each answer is one that the rules allow.", func(t T, h Harness) { Random(t, h, 1, short) }},
 	}
 }
@@ -119,7 +121,7 @@ func folded() []connector.StoreKey {
 // texts is keys of bytes that end a string, a line or the name of a file, and keys that are the same up to those.
 func texts() []connector.StoreKey {
 	var keys []connector.StoreKey
-	for _, b := range []byte{0, '\n', '/', '\\', '%', ' ', 0xFF} {
+	for _, b := range []byte{0, '\n', '/', '\\', '%', ' ', ':', 0x80, 0xFE, 0xFF} {
 		for _, after := range []byte{'a', 'A'} {
 			k := filled('k')
 			k[4], k[5] = b, after
@@ -127,6 +129,46 @@ func texts() []connector.StoreKey {
 		}
 	}
 	return keys
+}
+
+// trimmed is keys that are the same without what begins or ends them, or when their texts in base 64 have small letters only.
+func trimmed() []connector.StoreKey {
+	var keys []connector.StoreKey
+	for _, b := range []byte{0, ' ', '\n', '\t', '=', '0', '.'} {
+		first, last := filled('k'), filled('k')
+		first[0], last[len(last)-1] = b, b
+		keys = append(keys, first, last)
+	}
+	large, small := filled('k'), filled('k')
+	copy(large[:], []byte{0x00, 0x00, 0x00}) // AAAA
+	copy(small[:], []byte{0x69, 0xA6, 0x9A}) // aaaa
+	return append(keys, large, small)
+}
+
+// plain stores blocks of which several have the same bytes, replaces one, and requires that each has its own.
+func plain(t T, h Harness) {
+	store := h.Open(t)
+	t.Cleanup(func() { _ = store.Close() })
+	var items []connector.Item
+	for n, with := range []byte{0, 0, 0xFF, 0xFF, 'x', 'x'} {
+		k := filled(byte(n + 1))
+		items = append(items, item(k, bytes.Repeat([]byte{with}, len(content(0)))))
+	}
+	require.NoError(t, store.Put(t.Context(), items))
+	same := func(when string) {
+		for n, it := range items {
+			got := bytes.Repeat([]byte{0x55}, it.Size())
+			require.NoError(t, store.Get(t.Context(), []connector.Item{item(it.Key, got)}), "block %d, %s", n, when)
+			require.Equal(t, bytes.Join(it.Spans, nil), got, "block %d, %s", n, when)
+		}
+	}
+	same("when all were put")
+	for n := 0; n < len(items); n += 2 {
+		items[n] = item(items[n].Key, content(n))
+		items[n].Replace = true
+		require.NoError(t, store.Put(t.Context(), items[n:n+1]))
+	}
+	same("when every other one was replaced")
 }
 
 // content is a block's bytes, a function of its number.

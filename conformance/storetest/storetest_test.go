@@ -3,9 +3,11 @@ package storetest_test
 import (
 	"bytes"
 	"context"
+	"encoding/base64"
 	"encoding/binary"
 	"errors"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -99,7 +101,12 @@ func TestShortenedKeys(t *testing.T) {
 			}
 			return string(k[:])
 		},
-		"up to a zero":    func(k connector.StoreKey) string { s, _, _ := bytes.Cut(k[:], []byte{0}); return string(s) },
+		"up to a zero":   func(k connector.StoreKey) string { s, _, _ := bytes.Cut(k[:], []byte{0}); return string(s) },
+		"as JSON has it": func(k connector.StoreKey) string { return strings.ToValidUTF8(string(k[:]), "\uFFFD") },
+		"trimmed":        func(k connector.StoreKey) string { return string(bytes.TrimSpace(k[:])) },
+		"small letters of base 64": func(k connector.StoreKey) string {
+			return strings.ToLower(base64.StdEncoding.EncodeToString(k[:]))
+		},
 		"no case":         func(k connector.StoreKey) string { return string(bytes.ToLower(k[:])) },
 		"a sum of bytes":  func(k connector.StoreKey) string { return string(binary.AppendUvarint(nil, sum(k))) },
 		"halves put over": func(k connector.StoreKey) string { return fold(k, 16) },
@@ -187,7 +194,58 @@ func TestRandomHistoriesOfWrongStores(t *testing.T) {
 			}}
 			for _, c := range storetest.Cases() {
 				failed := pipetest.Failed(t.Context(), func(t pipetest.T) { c.Run(t, h) })
-				require.Equal(t, c.Name == "random", failed, c.Name)
+				plain := what == "never replaces" || what == "writes into what it stores" // as case plain sees, too
+				require.Equal(t, c.Name == "random" || plain && c.Name == "plain", failed, c.Name)
+			}
+		})
+	}
+}
+
+// Bytes that do not look random bring to light what such stores do with them.
+func TestPlainBytes(t *testing.T) {
+	whole := func(k connector.StoreKey) string { return string(k[:]) }
+	for what, change := range map[string]func(*wrong){
+		"reads nothing where zeros were saved": func(w *wrong) {
+			w.get = func(m *memory, items []connector.Item) error {
+				for _, it := range items {
+					was := bytes.Clone(it.Spans[0])
+					if err := m.Get(context.Background(), []connector.Item{it}); err != nil {
+						return err
+					}
+					if len(bytes.Trim(it.Spans[0], "\x00")) == 0 {
+						copy(it.Spans[0], was)
+					}
+				}
+				return nil
+			}
+		},
+		"keeps equal blocks once, and replaces all of them": func(w *wrong) {
+			w.put = func(m *memory, items []connector.Item) error {
+				for _, it := range items {
+					m.mu.Lock()
+					old, data := m.blocks[whole(it.Key)], bytes.Join(it.Spans, nil)
+					for k, have := range m.blocks {
+						if it.Replace && bytes.Equal(have, old) {
+							m.blocks[k] = data
+						}
+					}
+					m.mu.Unlock()
+				}
+				return m.Put(context.Background(), items)
+			}
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			h := storetest.Harness{Open: func(storetest.T) connector.Store {
+				w := &wrong{memory: &memory{name: whole, blocks: map[string][]byte{}}}
+				change(w)
+				return w
+			}}
+			for _, c := range storetest.Cases() {
+				failed := pipetest.Failed(t.Context(), func(t pipetest.T) { c.Run(t, h) })
+				if c.Name != "random" {
+					require.Equal(t, c.Name == "plain", failed, c.Name)
+				}
 			}
 		})
 	}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"testing"
 	"time"
 
@@ -182,8 +181,7 @@ func (p *process) wide(blocks []connector.Block) []byte {
 // Rules AGENT-15 and PLACE-36: at both trust levels the ranks learn of layers of what the host itself copies out of the memory of a tier.
 func TestLayersOfPlacedLoads(t *testing.T) {
 	tier := testkit.Typical(t, fixture.Tier)
-	bench := slices.IndexFunc(tier.Bench, func(b fixture.Bench) bool { return b.Medium == "memory" })
-	memory, err := fixture.Fill(tier.Bench[bench].Config, fixture.Values{"MEMORY_BYTES": 32 << 20})
+	memory, err := fixture.Fill(tier.Memory().Config, fixture.Values{"MEMORY_BYTES": 32 << 20})
 	require.NoError(t, err)
 	for _, trust := range []string{"in-place", "staged"} {
 		t.Run(trust, func(t *testing.T) {

@@ -183,8 +183,7 @@ func tierConfig(bytes int64) (*host.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	at := slices.IndexFunc(f.Bench, func(b fixture.Bench) bool { return b.Medium == "memory" })
-	extra, err := fixture.Fill(f.Bench[at].Config, fixture.Values{"MEMORY_BYTES": bytes, "MEMORY_GIB": gib(bytes), "BLOCK": blockTokens})
+	extra, err := fixture.Fill(f.Memory().Config, fixture.Values{"MEMORY_BYTES": bytes, "MEMORY_GIB": gib(bytes), "BLOCK": blockTokens})
 	if err != nil {
 		return nil, err
 	}

@@ -38,7 +38,7 @@ type Options struct {
 	Orphans   bool // what a dead plugin leaves behind may write its blocks for ever; not with Slots, whose memory is replaced
 	Queries   bool // engines are asked what they have of every prompt that they get; with Turns the answers have tickets
 	Stale     bool // prefill engines start again more often, and routers hand out tickets of their former lives
-	Overlap   bool // what is loaded comes layer by layer, and the engine computes with the first ones; not with Slots, Lossy and Children
+	Overlap   bool // what is loaded comes layer by layer, and the engine computes with the first ones; not with Lossy and Children, and with Slots only what is Placed
 	Placed    bool // the host finds and loads by itself what the store has, while no plugin is up; with ThroughStore, not with Children
 	Tells     bool // saves say that they are stored before they are over, as those of a MultiConnector do
 
@@ -91,8 +91,9 @@ func draw(seed uint64) Options {
 	o.drawPowers(r)
 	o.Queries = r.IntN(3) == 0
 	o.Stale = o.Prefills > 0 && o.Rough > 0 && r.IntN(3) == 0
-	o.Overlap = r.IntN(5) > 0 && o.Medium != NoConnector && o.Slots == 0 && !o.Lossy && !o.Children
-	o.Placed = r.IntN(3) > 0 && o.Medium == ThroughStore && !o.Children
+	overlap, placed := r.IntN(5) > 0, r.IntN(3) > 0
+	o.Placed = placed && o.Medium == ThroughStore && !o.Children
+	o.Overlap = overlap && o.Medium != NoConnector && (o.Slots == 0 || o.Placed) && !o.Lossy && !o.Children
 	return o
 }
 

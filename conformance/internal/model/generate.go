@@ -87,18 +87,37 @@ func (g *generator) log(least, most int) int {
 	return least + g.IntN(min(top, most)-least+1)
 }
 
+// round makes of a number, now and then, the nearest below it at which connectors begin a page, a batch or a byte, or the one beside that.
+func (g *generator) round(n int) int {
+	if !g.chance(1, 3) {
+		return n
+	}
+	base := 1
+	for base*2 <= n {
+		base *= 2
+	}
+	if ten := 100; n >= ten && g.chance(1, 3) {
+		for base = ten; base*10 <= n; base *= 10 {
+		}
+	}
+	return max(1, min(n, base+g.IntN(3)-1))
+}
+
 func (g *generator) chance(n, of int) bool { return g.IntN(of) < n }
 
 // shape chooses what the caches are like.
 func (g *generator) shape() {
 	s := &g.h.Shape
 	s.Gaps, s.Ranks = g.chance(3, 4), 1
+	if g.chance(1, 3) {
+		s.Tokens = []int{16, 48, 128, 256, 272, 528}[g.IntN(6)]
+	}
 	if g.o.Ranks && (g.class == manyRanks || g.chance(1, 4)) {
 		s.Ranks = 2 + g.IntN(MaxRanks-1)
 	}
 	groups := 1
 	if g.o.Groups && (g.class == unevenGroups || g.chance(1, 4)) {
-		groups = 2 + g.IntN(3)
+		groups = 2 + g.IntN(5)
 	}
 	for n := range groups {
 		s.Groups = append(s.Groups, g.group(n))
@@ -141,7 +160,23 @@ func (g *generator) group(n int) Group {
 		group.Segments = min(group.Segments, int(g.o.Block/64))
 	}
 	group.Segments = min(group.Segments, max(1, int(group.Bytes/16)))
+	g.cut(&group)
 	return group
+}
+
+// cut chooses how the bytes of a block are distributed over its segments.
+func (g *generator) cut(group *Group) {
+	switch g.IntN(4) {
+	case 0:
+		group.Cut = CutEqual
+		each := 16
+		for int64(each*group.Segments) < minBlock || int64(2*each*group.Segments) <= group.Bytes {
+			each *= 2
+		}
+		group.Bytes = int64(each * group.Segments)
+	case 1:
+		group.Cut = CutTiny
+	}
 }
 
 // prompts chooses keys, in prompts.
@@ -153,6 +188,7 @@ func (g *generator) prompts() {
 			if g.chance(1, 2) {
 				n = g.batch/2 + 1 + g.IntN((g.batch+1)/2)
 			}
+			n = g.round(n)
 		}
 		var p []Key
 		for range n {
@@ -238,7 +274,7 @@ func (g *generator) some() []Key {
 	p := g.prompt[g.IntN(len(g.prompt))]
 	switch g.IntN(4) {
 	case 0:
-		return p[:1+g.IntN(len(p))]
+		return p[:g.round(1+g.IntN(len(p)))]
 	case 1: // with holes
 		var keys []Key
 		for _, k := range p {

@@ -21,23 +21,37 @@ type Group struct {
 	Segments int   // apart from the digests
 	Bytes    int64 // of a block in all segments together, apart from the digests
 	Trailing int   // 0: a group of policy all
+	Cut      Cut   // into segments
 }
+
+// Cut is how the bytes of a block are distributed over its segments.
+type Cut uint8
+
+// The cuts.
+const (
+	CutUneven Cut = iota // segments have different lengths, unless they cannot
+	CutEqual             // all have the same, a power of two
+	CutTiny              // every other one has a few bytes only
+)
 
 // Shape is what the caches of a history's engines are like.
 type Shape struct {
 	Ranks  int
 	Groups []Group
 	Gaps   bool // bytes of nobody's lie between blocks and segments
+	Tokens int  // of a block; 0: BlockTokens
 	Slots  int  // blocks of each rank's cache
 }
 
-// Segment is the bytes of segment n of a group's block. Unless they cannot, segments have different lengths.
+// Segment is the bytes of segment n of a group's block.
 func (g *Group) Segment(n int) int64 {
 	even := g.Bytes / int64(g.Segments)
 	step := even / 4
 	switch {
-	case step == 0 || g.Segments == 1:
+	case step == 0 || g.Segments == 1 || g.Cut == CutEqual:
 		return even
+	case g.Cut == CutTiny && n%2 == 1:
+		return 1 + int64(n)/2%7
 	case n == g.Segments-1 && g.Segments%2 == 1:
 		return even
 	case n%2 == 0:

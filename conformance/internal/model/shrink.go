@@ -161,7 +161,9 @@ func (s *shrinker) simplifyShape() {
 		s.smallest(1, func(h *History) *int { return &group(h).Segments })
 		s.smallest(0, func(h *History) *int { return &group(h).Trailing })
 		s.smallestBytes(g)
+		s.try(func(h *History) bool { was := group(h).Cut; group(h).Cut = CutUneven; return was != CutUneven })
 	}
+	s.try(func(h *History) bool { was := h.Shape.Tokens; h.Shape.Tokens = 0; return was != 0 })
 	s.try(func(h *History) bool {
 		was := h.Shape.Gaps
 		h.Shape.Gaps = false

@@ -118,12 +118,21 @@ func (t *reporter) shape() string {
 		if len(s.Groups) > 1 {
 			what = fmt.Sprintf("group %d has %s", n, what)
 		}
+		if g.Cut == CutEqual {
+			what += ", all of one length,"
+		}
+		if g.Cut == CutTiny {
+			what += ", some of a few bytes,"
+		}
 		if g.Trailing > 0 {
 			what += fmt.Sprintf(" and needs the last %d", g.Trailing)
 		}
 		parts = append(parts, what)
 	}
 	out := count(s.Ranks, "rank") + "; " + strings.Join(parts, "; ")
+	if s.Tokens > 0 {
+		out += "; " + count(s.Tokens, "token") + " a block"
+	}
 	if s.Gaps {
 		out += "; gaps between blocks"
 	}

@@ -203,8 +203,7 @@ func (s *Setup) config(role string) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		memory := tier.Bench[slices.IndexFunc(tier.Bench, func(b fixture.Bench) bool { return b.Medium == "memory" })]
-		filled, err := fixture.Fill(memory.Config, fixture.Values{"MEMORY_BYTES": tierBytes})
+		filled, err := fixture.Fill(tier.Memory().Config, fixture.Values{"MEMORY_BYTES": tierBytes})
 		if err != nil {
 			return "", err
 		}
