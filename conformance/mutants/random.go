@@ -444,7 +444,7 @@ func sharedFaults() []Unseen {
 		})).or("STORE-03"),
 		planted(groups, "knows two groups", "KEY-08", derived(func(k connector.BlockKey, f connector.Fingerprint, g uint16, s connector.Shard) connector.StoreKey {
 			return right(k, f, min(g, 1), s)
-		})).or("GROUP-03", "GROUP-04", "WORK-01", "STORE-05").also("shapes"),
+		})).or("GROUP-03", "GROUP-04", "KEY-07", "WORK-01", "STORE-05").also("shapes"),
 		planted(groups, "checks the last two blocks of a window", "GROUP-04", onMatch(func(s *scheduler, qs []connector.Query) []connector.Match {
 			few := &scheduler{backend: s.backend, env: s.env}
 			few.env.Layout.Groups = slices.Clone(s.env.Layout.Groups)
@@ -541,7 +541,7 @@ func lateFaults() []Unseen {
 		}
 	})
 	lazy.Racy = true
-	return []Unseen{lazy.or("WORK-01", "WORK-02", "STORE-06", "WORK-08", "STORE-04")}
+	return []Unseen{lazy.or("WORK-01", "WORK-02", "WORK-05", "STORE-06", "WORK-08", "STORE-04")}
 }
 
 // growthFaults leave something behind in calls that end badly, now and then.
