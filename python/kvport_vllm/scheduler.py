@@ -108,6 +108,8 @@ class SchedulerSide:
         tracked.told = self.link.life
         self._make_room(len(tracked.request.block_hashes))
         self._step.arrived.append(self._query(tracked, 0))
+        if not tracked.waits:
+            tracked.query = None  # vLLM asks about it no more: a new agent hears of it
         self._dirty = True
 
     def _make_room(self, hashes: int = 0) -> None:

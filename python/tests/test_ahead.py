@@ -148,6 +148,9 @@ def test_the_keys_of_a_request_that_waits_are_joined_once(start, monkeypatch):
     ask_anew(engine, requests, 0)
     assert asked.pop() == want(0) and made == [4, 4, 4, 5]
     engine.scheduler.update_state_after_alloc(requests[1], None, 0)
+    for r in requests:
+        scheduler.requests[r.request_id].told = 0
+    scheduler._introduce()
     assert [scheduler.requests[r.request_id].query is None for r in requests] == [False, True, False]
 
 
