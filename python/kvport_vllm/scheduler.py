@@ -11,7 +11,7 @@ from kvport_agent.messages import ANSWERED, FINISHED, LOST, RELEASED, SAVED, mes
 
 from .ahead import MOST_HASHES, Ahead
 from .events import Events
-from .keys import Keys
+from .keys import KEY_BYTES, Keys
 from .lora import Adapters
 from .meta import UNSENT, Load, StepMetadata
 from .pace import Pace
@@ -107,7 +107,9 @@ class SchedulerSide:
             return  # without its adapter's content it has no keys: it comes later, or never
         tracked.told = self.link.life
         self._make_room(len(tracked.request.block_hashes))
-        self._fill_query(self._step.arrived.add(), tracked, 0)
+        self._step.arrived.append(self._query(tracked, 0))
+        if not tracked.waits:
+            tracked.query = None  # vLLM asks about it no more: a new agent hears of it
         self._dirty = True
 
     def _make_room(self, hashes: int = 0) -> None:
@@ -117,12 +119,18 @@ class SchedulerSide:
             self.flush()
         self._step_hashes += hashes
 
+    def _query(self, tracked: Tracked, computed: int) -> Any:
+        """Give the question about a request, which is kept while it waits: vLLM asks the same again and again."""
+        if tracked.query is None:
+            tracked.query = message("Query")(request=tracked.id, ticket=tracked.ticket)
+        self._fill_query(tracked.query, tracked, computed)
+        return tracked.query
+
     def _fill_query(self, query: Any, tracked: Tracked, computed: int) -> None:
         request = tracked.request
-        query.request, query.tokens, query.computed = tracked.id, request.num_tokens, computed
-        if tracked.keys is not None:
+        query.tokens, query.computed = request.num_tokens, computed
+        if tracked.keys is not None and len(query.keys) != KEY_BYTES * len(request.block_hashes):
             query.keys = tracked.keys.joined(request.block_hashes)
-        query.ticket = tracked.ticket
 
     # -- lookups
 
@@ -189,11 +197,6 @@ class SchedulerSide:
             return MISS
         return self._offer(tracked, self._remember(tracked, question[0], answer.match, now))
 
-    def _query(self, tracked: Tracked, computed: int) -> Any:
-        query = message("Query")()
-        self._fill_query(query, tracked, computed)
-        return query
-
     def _foretell(self, others: list[tuple[Tracked, int]], answer: Any, now: float) -> None:
         """Remember what was answered about others. Nobody waits for an agent a second time that was late: no answer is "later".
 
@@ -255,6 +258,7 @@ class SchedulerSide:
         """Note that a request was given blocks: vLLM asks about it no more."""
         tracked = self.requests.get(request.request_id)
         if tracked is not None:
+            tracked.query = None
             self.ahead.admitted(tracked)
 
     def allocated(self, request: Any, tables: Any, external: int) -> None:

@@ -30,6 +30,7 @@ class Tracked:
     unverified: bool = False  # it was given a load that nobody can verify, which the agent knows
     private: bool = False  # ... and which an agent knew that is gone: nothing of it may be saved or handed over
     waits: bool = False  # to be admitted, so that vLLM will ask about it
+    query: Any = None  # the question about it, while it waits
     asked_at: int = 0  # computed tokens of the last lookup
     at_once: bool = False  # the load that was offered is one that the step waits for
     load_began: float = 0.0

@@ -13,6 +13,7 @@ from test_agent import LIMIT, finish, idle, keys, park, received, stored, strike
 from kvport_agent.link import State
 from kvport_agent.messages import ANSWERED, message
 from kvport_vllm.ahead import AT_MOST, MOST_HASHES, foreseeable
+from kvport_vllm.keys import Keys
 from kvport_vllm.pins import Pins
 
 N = 16  # requests that wait
@@ -118,6 +119,47 @@ def test_all_that_wait_are_one_call(start):
     counts = engine.scheduler.scheduler.counters.take()["counts"]
     assert 0 < counts["kvport_shim_lookups_total"] <= N
     assert counts["kvport_shim_lookups_ahead_total"] >= N - 1
+
+
+def test_the_keys_of_a_request_that_waits_are_joined_once(start, monkeypatch):
+    engine = start()
+    made, joined, asked = [], Keys.joined, []
+    monkeypatch.setattr(Keys, "joined", lambda self, hashes: made.append(len(hashes)) or joined(self, hashes))
+    requests = arrive(engine, 3)
+    scheduler = engine.scheduler.scheduler
+    scheduler.flush()
+    call = scheduler.link.call
+
+    def spy(timeout, **fields):
+        questions = (fields["match"], *fields.get("ahead", ())) if "match" in fields else ()
+        asked.append([(q.request, q.tokens, q.computed, bytes(q.keys)) for q in questions])
+        return call(timeout, **fields)
+
+    def want(computed):
+        return [(r.request_id, r.num_tokens, computed if r is requests[0] else 0, b"".join(r.block_hashes)) for r in requests]
+
+    scheduler.link.call = spy
+    for computed in 0, BLOCK_TOKENS:
+        ask_anew(engine, requests, computed)
+        assert asked.pop() == want(computed)
+    assert made == [4, 4, 4]
+    more = request("w0", [*requests[0].block_hashes, *keys(1, 200)], 5 * BLOCK_TOKENS + 1)
+    requests[0].block_hashes, requests[0].num_tokens = more.block_hashes, more.num_tokens  # as after a preemption
+    ask_anew(engine, requests, 0)
+    assert asked.pop() == want(0) and made == [4, 4, 4, 5]
+    engine.scheduler.update_state_after_alloc(requests[1], None, 0)
+    for r in requests:
+        scheduler.requests[r.request_id].told = 0
+    scheduler._introduce()
+    assert [scheduler.requests[r.request_id].query is None for r in requests] == [False, True, False]
+
+
+def ask_anew(engine, requests, computed):
+    """Ask about the first request when nothing is remembered of any; the others come along."""
+    for r in requests:
+        engine.scheduler.scheduler.requests[r.request_id].memo = None
+    deep(engine)
+    engine.scheduler.get_num_new_matched_tokens(requests[0], computed)
 
 
 def test_more_than_one_call_can_take(start):

@@ -8,11 +8,14 @@ attention kernel to force, "hide": "" or modules to keep away from vLLM's search
 
 Calls, one JSON object a line on stdin; answers and results on stdout:
   {"op": "add", "id", "ids": [token], "max": n, "kvp": kv_transfer_params}   -> a result when it ends
+  {"op": "together", "adds": [add]}   -> their results: no step begins before all of them wait
   {"op": "abort", "id"}      -> {"aborted": id}
   {"op": "reset"}            -> {"reset": true}: the engine's own prefix cache is empty
   {"op": "metrics"}          -> {"metrics": {name or name:label,label: value}}
   {"op": "pool"}             -> {"pool": {...}}: blocks in use, requests and what the scheduler holds
   {"op": "hooks", "on": b}   -> {"hooks": {...}}: what was measured since it was last switched on
+  {"op": "empty", "n", "after": s}   -> {"empty": [s]}: times of calls that ask the agent nothing, each after so much other work
+  {"op": "agent"}            -> {"agent": {name: [count, sum] or value}}: the agent's metrics as far as it has told them
   {"op": "memory"}           -> {"memory": {"base": address, "bytes": n, "segment": bytes of one layer's part of a block}}
   {"op": "peek", "n"}        -> {"peek": hex}: the cache's first bytes as vLLM's tensor has them
   {"op": "quit"}
@@ -46,7 +49,7 @@ class Hooks:
 
     def clear(self):
         """Begin a step."""
-        self.seconds, self.calls, self.names = 0.0, 0, {}
+        self.seconds, self.calls, self.names, self.messages = 0.0, 0, {}, []
 
     def wrap(self, owner):
         """Measure every public method of a connector."""
@@ -75,11 +78,35 @@ class Hooks:
 
         return call
 
+    def questions(self, link):
+        """Measure every message with questions to the agent: its time, and how much of that this thread computes."""
+        plain = link.call
+
+        def call(timeout, **fields):
+            if not self.on or "match" not in fields:
+                return plain(timeout, **fields)
+            computed, start = time.thread_time(), time.perf_counter()
+            answer = plain(timeout, **fields)
+            took = time.perf_counter() - start
+            self.messages.append((took, time.thread_time() - computed, fields, answer))
+            return answer
+
+        link.call = call
+
     def step(self, seconds, tokens):
         """Note one engine step and begin the next."""
         if self.on:
-            self.steps.append({"step": seconds, "hooks": self.seconds, "calls": self.calls, "tokens": tokens, "names": self.names})
+            self.steps.append({"step": seconds, "hooks": self.seconds, "calls": self.calls, "tokens": tokens, "names": self.names,
+                               "messages": [described(*m) for m in self.messages]})
         self.clear()
+
+
+def described(took, computed, fields, answer):
+    """What a message asked, in numbers, and what was found: of requests with an offer."""
+    asked = [fields["match"], *fields.get("ahead", ())]
+    found = [] if answer is None else [answer.match, *answer.ahead]
+    return {"seconds": took, "computed": computed, "requests": len(asked), "keys": sum(len(q.keys) for q in asked) // 32,
+            "hits": sum(m.tokens > 0 for m in found), "unanswered": len(asked) - sum(not m.later for m in found)}
 
 
 def hide(prefix):
@@ -122,6 +149,8 @@ class Driver:
 
             self.hooks.wrap(self.scheduler.connector)
             self.hooks.wrap(get_kv_transfer_group())
+            if side := getattr(self.scheduler.connector, "scheduler", None):  # kvport's
+                self.hooks.questions(side.link)
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self):
@@ -141,6 +170,11 @@ class Driver:
         if call.get("salt"):
             prompt["cache_salt"] = call["salt"]
         self.engine.add_request(call["id"], prompt, params)
+
+    def together(self, call):
+        """Begin requests that all wait before the next step."""
+        for add in call["adds"]:
+            self.add(add)
 
     def abort(self, call):
         """End a request early."""
@@ -194,6 +228,33 @@ class Driver:
         tell({"hooks": self.hooks.steps})
         self.hooks.steps, self.hooks.on = [], call["on"]
 
+    def empty(self, call):
+        """Time calls that ask nothing. Other work is as much of a thread's time with 16 MiB of memory."""
+        import torch
+        from kvport_agent.messages import message
+
+        link, other, times = self.scheduler.connector.scheduler.link, torch.zeros(4 << 20), []
+        for _ in range(call["n"]):
+            end = time.perf_counter() + call["after"]
+            while time.perf_counter() < end:
+                other.add_(1)
+            start = time.perf_counter()
+            link.call(1, match=message("Query")())
+            times.append(time.perf_counter() - start)
+        tell({"empty": times})
+
+    def agent(self, _call):
+        """What the agent has counted, summed over labels."""
+        side, totals = self.scheduler.connector.scheduler, {}
+        side.poll()
+        for c in side.link.agent_state.counters if side.link.agent_state else ():
+            if c.HasField("histogram"):
+                count, total = totals.get(c.name, (0, 0.0))
+                totals[c.name] = (count + sum(c.histogram.counts), total + c.histogram.sum)
+            else:
+                totals[c.name] = totals.get(c.name, 0) + c.value
+        tell({"agent": totals})
+
     def quit(self, _call):
         """Shut the engine down as vLLM does."""
         with contextlib.suppress(Exception):
@@ -204,7 +265,7 @@ class Driver:
 
     def run(self):
         """Serve calls, and step while there is anything to do."""
-        ops = {"add": self.add, "abort": self.abort, "reset": self.reset, "metrics": self.metrics, "pool": self.pool,
+        ops = {"add": self.add, "together": self.together, "empty": self.empty, "agent": self.agent, "abort": self.abort, "reset": self.reset, "metrics": self.metrics, "pool": self.pool,
                "hooks": self.measure, "memory": self.memory, "peek": self.peek, "quit": self.quit}
         while True:
             busy = self.engine.has_unfinished_requests() or self.scheduler.has_requests()

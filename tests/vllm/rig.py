@@ -134,6 +134,15 @@ class Engine:
         self.tell(op="add", id=rid, ids=ids, max=tokens, kvp=kvp, **more)
         return rid
 
+    def together(self, prompts, tokens):
+        """The results of requests that all wait before the engine's next step."""
+        adds = []
+        for ids in prompts:
+            self.serial += 1
+            adds.append({"id": f"{self.name}-{self.serial}", "ids": ids, "max": tokens})
+        self.tell(op="together", adds=adds)
+        return [self.wait(add["id"]) for add in adds]
+
     def wait(self, rid, timeout=240):
         """The result of a request."""
         end = time.monotonic() + timeout

@@ -21,6 +21,7 @@ import equal
 import events
 import faults
 import layers
+import lookups
 import memory
 import pressure
 import timing
@@ -37,6 +38,7 @@ LINES = {
     "ttft": (timing.ttft, "an external hit of 1,350 tokens against vLLM's own prefix-cache hit and LMCache, in alternation"),
     "zerocopy": (memory.shared, "a third process maps the same memory as vLLM and the plugin and sees the blocks"),
     "steps": (timing.steps, "what the hooks add to a step without a transfer"),
+    "lookups": (lookups.lookups, "what vLLM's scheduler waits for lookups of 1, 8 and 64 requests that wait, hits in memory, beside an empty frame to the agent"),
     "kills": (faults.kills, "plugin killed or stopped, agent killed, under four requests: vLLM lives, vLLM's own tokens"),
     "damage": (faults.damage, "loads that fail, all kinds, both policies: vLLM's own tokens or a clean error, never a loop"),
     "layers": (layers.layers, "attention waits for the layers of a load one by one, a damaged one too: vLLM's own tokens"),
@@ -47,7 +49,8 @@ LINES = {
 
 # What a line runs with; the others run with one store of files.
 SELECTS = {"connectors": connectors.alone, "together": connectors.alone, "pd": connectors.apart,
-           "route": connectors.line("route"), "client": connectors.handover, "ttft": connectors.line("ttft"), "layers": connectors.line("layers")}
+           "route": connectors.line("route"), "client": connectors.handover, "ttft": connectors.line("ttft"), "layers": connectors.line("layers"),
+           "lookups": connectors.line("lookups")}
 
 
 def show(options, names):
