@@ -38,9 +38,9 @@ func newBench() *cobra.Command {
 	flags.IntVar(&f.threads, "threads", 0, "threads that compute (default one for each CPU; route: for each engine, half of that)")
 	flags.StringVar(&f.dir, "dir", "", "folder for stored blocks (default the system's for temporary files)")
 	flags.StringVar(&f.python, "peer-python", "", "Python with xllamacpp or safetensors, to measure these beside kvport (default: not measured)")
-	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store only")
-	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what verify/bench/peers/setup.py made; store only")
-	flags.StringVar(&f.only, "only", "", "measure only what has this in its name; with transfer: blocks, message, files, lookup, restart, transports or sockets")
+	flags.BoolVar(&f.peers, "peers", false, "measure other people's stores beside ours; store and placed only")
+	flags.StringVar(&f.peersDir, "peers-dir", ".deps/peers", "what verify/bench/peers/setup.py made; store and placed only")
+	flags.StringVar(&f.only, "only", "", "measure only what has this in its name; with transfer: blocks, message, files, lookup, restart, transports or sockets; with placed: a size of blocks, such as '8 MiB'")
 	flags.StringVar(&f.server, "server", "", "binary of a Redis or Valkey server (default that of make deps, else one of the PATH); store only")
 	addPluginPath(flags, &f.folders)
 	flags.BoolVar(&f.quick, "quick", false, "a few rounds, to see that it works; the numbers mean nothing")
@@ -90,7 +90,7 @@ func (f *benchFlags) measure(cmd *cobra.Command, what string, emit bench.Emit) (
 		return fail(bench.Digest(cmd.Context(), bench.DigestOptions{Quick: f.quick, Emit: emit}))
 	case "placed":
 		return fail(bench.Placed(cmd.Context(), bench.PlacedOptions{
-			Model: f.model, Threads: f.threads, PluginPath: options.PluginPath, Quick: f.quick, Emit: emit,
+			Model: f.model, Threads: f.threads, PluginPath: options.PluginPath, Only: f.only, Peers: f.peers, PeersDir: f.peersDir, Quick: f.quick, Emit: emit,
 		}))
 	case "store":
 		return fail(bench.Store(cmd.Context(), bench.StoreOptions{

@@ -51,6 +51,8 @@ type installed struct {
 	Absent string `json:"absent"` // why it cannot be used; empty: it can
 }
 
+const notInstalled = "not installed, run python3 verify/bench/peers/setup.py"
+
 // readPeers reads what is installed; nothing if setup.py never ran.
 func readPeers(dir string) (map[string]installed, error) {
 	data, err := os.ReadFile(filepath.Join(dir, "peers.json"))
@@ -79,7 +81,7 @@ func (s *store) compare(ctx context.Context) error {
 		}
 		var ok bool
 		if r.at, ok = have[r.name]; !ok {
-			r.at.Absent = "not installed, run python3 verify/bench/peers/setup.py"
+			r.at.Absent = notInstalled
 		}
 		why := r.at.Absent
 		if why == "" {
@@ -137,7 +139,7 @@ func (s *store) duel(ctx context.Context, binary string, set setup, sh shape, r 
 		return "", err
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
-	theirs, err := s.startRival(ctx, r, dir)
+	theirs, err := startRival(ctx, r.name, r.at, dir, s.environment()...)
 	if err != nil {
 		return "", err
 	}
@@ -194,13 +196,18 @@ func reason(err error) (string, error) {
 	return "", err
 }
 
-// startRival starts the interpreter of a rival, in a folder that it may write to.
-func (s *store) startRival(ctx context.Context, r rival, dir string) (*Peer, error) {
-	p := &Peer{cmd: exec.CommandContext(ctx, r.at.Python, "-c", storesScript, r.name, dir)}
-	p.cmd.Env = append(os.Environ(), "PYTHONPATH="+r.at.Path)
-	if s.server != nil {
-		p.cmd.Env = append(p.cmd.Env, "KVPORT_BENCH_REDIS="+s.server.Address)
+// environment tells a rival where the server is.
+func (s *store) environment() []string {
+	if s.server == nil {
+		return nil
 	}
+	return []string{"KVPORT_BENCH_REDIS=" + s.server.Address}
+}
+
+// startRival starts the interpreter of a rival, in a folder that it may write to.
+func startRival(ctx context.Context, name string, at installed, dir string, environment ...string) (*Peer, error) {
+	p := &Peer{cmd: exec.CommandContext(ctx, at.Python, "-c", storesScript, name, dir)}
+	p.cmd.Env = append(append(os.Environ(), "PYTHONPATH="+at.Path), environment...)
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	out, err := p.cmd.StdoutPipe()
 	if err != nil {
@@ -210,7 +217,7 @@ func (s *store) startRival(ctx context.Context, r rival, dir string) (*Peer, err
 		return nil, err
 	}
 	if err := p.cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", r.name, err)
+		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
 	p.answers = bufio.NewReader(out)
 	return p, nil

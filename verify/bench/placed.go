@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -22,6 +23,9 @@ type PlacedOptions struct {
 	Model      string   // GGUF file or tiny-random, whose decoding is disturbed
 	Threads    int      // that decode; 0: one for each CPU
 	PluginPath []string // where the plugin of the memory tier is
+	Only       string   // blocks of these sizes, such as "8 MiB"
+	Peers      bool     // other people's stores beside ours
+	PeersDir   string   // what verify/bench/peers/setup.py made
 	Quick      bool     // a few rounds, to see that it works
 	Emit       Emit
 }
@@ -70,7 +74,7 @@ type placed struct {
 // The limits copy the same bytes between memory of the same kind with as many threads.
 func Placed(ctx context.Context, o PlacedOptions) error {
 	for _, s := range placedShapes() {
-		if o.Quick && s.block() > 1<<20 {
+		if o.Quick && s.block() > 1<<20 || !strings.Contains(s.name, o.Only) {
 			continue
 		}
 		if err := placedShapeRows(ctx, o, s); err != nil {
@@ -101,6 +105,9 @@ func placedShapeRows(ctx context.Context, o PlacedOptions, s placedShape) (err e
 		if err := p.decoding(ctx); err != nil {
 			return err
 		}
+	}
+	if err := p.peers(ctx); err != nil {
+		return err
 	}
 	if err := p.allPlaced(); err != nil {
 		return err

@@ -105,9 +105,12 @@ func (p *placed) cpu() time.Duration {
 	return cpuTime() + clockTime(p.plugin)
 }
 
+// placedRounds are those that count.
+const placedRounds = 61
+
 // turns runs the ways in turns, after other work if there is any, and gives what each cost in each round. The first round does not count.
 func (p *placed) turns(ctx context.Context, other time.Duration, ways ...func(round int) error) ([][]cost, error) {
-	rounds := 61
+	rounds := placedRounds
 	if p.Quick {
 		rounds = 3
 	}
