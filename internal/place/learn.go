@@ -14,16 +14,8 @@ func (h *Host) Knows(s Slot) bool {
 	w := Word(h.arena.Load(h.g.wordAt(s)))
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	e := h.index.slots[s]
-	if e == nil || w.State() != Ready {
-		return false
-	}
-	for _, r := range e.refs {
-		if r.Slot == s {
-			return r.generation == w.Generation() && h.index.keys[r.Part.Key] == e
-		}
-	}
-	return false
+	r := &h.index.slots[s]
+	return r.listed && w == NewWord(r.generation, Ready)
 }
 
 // moment is what a host knew when it began to look at slots that a plugin named.
@@ -42,7 +34,7 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 	if err != nil {
 		return err
 	}
-	e := &entry{refs: make([]Ref, len(slots))}
+	refs := make([]Ref, len(slots))
 	for i, s := range slots {
 		head, w, err := h.read(s)
 		switch {
@@ -50,18 +42,17 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 			return err
 		case h.ahead(head.Serial):
 			return &RefusalError{Slot: s, Reason: SerialAhead}
-		case !head.belongs(i, slots) || i > 0 && head.Serial != e.serial:
+		case !head.belongs(i, slots) || i > 0 && head.Serial != refs[0].serial:
 			return ErrGone // another block, since the plugin spoke
 		case !head.counts(began.epoch, now):
 			return ErrGone
 		}
-		e.serial = head.Serial
-		e.refs[i] = Ref{Slot: s, serial: head.Serial, generation: w.Generation(), Part: head.part()}
+		refs[i] = Ref{Slot: s, serial: head.Serial, generation: w.Generation(), Part: head.part()}
 	}
-	if parts != nil && !e.holds(parts) {
+	if parts != nil && !hold(refs, parts) {
 		return ErrGone
 	}
-	return h.enter(e, &began)
+	return h.enter(refs, &began)
 }
 
 // belongs says whether the header is that of part i of a block in these slots.
@@ -74,9 +65,9 @@ func (h *Header) counts(epoch uint64, now int64) bool { return h.Epoch == epoch 
 
 func (h *Header) part() Part { return Part{Key: h.Key, Length: h.Length, Group: h.Group} }
 
-// holds says whether an entry is that of the parts.
-func (e *entry) holds(parts []Part) bool {
-	return slices.EqualFunc(e.refs, parts, func(r Ref, p Part) bool { return r.Part == p })
+// hold says whether slots hold the parts.
+func hold(refs []Ref, parts []Part) bool {
+	return slices.EqualFunc(refs, parts, func(r Ref, p Part) bool { return r.Part == p })
 }
 
 // ahead says whether a serial has not been drawn. A save that was drawn after the host began to look may be in the slot by
@@ -106,23 +97,23 @@ func (h *Host) look(slots []Slot) (moment, error) {
 
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
 // look at them, and none is known to hold other bytes.
-func (h *Host) enter(e *entry, began *moment) error {
+func (h *Host) enter(refs []Ref, began *moment) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.epoch != began.epoch {
 		return ErrGone
 	}
-	for i, r := range e.refs {
+	for i, r := range refs {
 		generation, wrong := h.wrong[r.Slot]
 		if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
 			return ErrGone
 		}
 	}
-	for _, r := range e.refs {
+	for _, r := range refs {
 		h.turns[r.Slot]++
 		delete(h.wrong, r.Slot)
 	}
-	h.index.insert(e)
+	h.index.insert(refs)
 	return nil
 }
 

@@ -158,13 +158,13 @@ func TestNoticeMeetsSave(t *testing.T) {
 	require.NoError(t, err)
 	began, err := p.host.look(n.Slots)
 	require.NoError(t, err)
-	e := &entry{refs: []Ref{{Slot: 0, Part: parts(1)[0], generation: 1}}}
+	refs := []Ref{{Slot: 0, Part: parts(1)[0], generation: 1}}
 	p.plugin.Retire(p.plugin.Find(parts(1)))
 	s := p.grant(false, parts(2)...)
 	require.ErrorIs(t, p.host.Notice(&n, now), ErrGone, "the slot is being written")
 	_, err = s.Publish(0)
 	require.NoError(t, err)
-	require.ErrorIs(t, p.host.enter(e, &began), ErrGone)
+	require.ErrorIs(t, p.host.enter(refs, &began), ErrGone)
 	p.want(2, 0)
 }
 

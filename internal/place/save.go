@@ -227,7 +227,7 @@ func (s *Save) arrived() (done bool, err error) {
 			return true, nil
 		}
 	}
-	h.index.insert(&entry{serial: s.request.Serial, refs: s.refs})
+	h.index.insert(s.refs)
 	s.endLocked()
 	return true, nil
 }
