@@ -62,10 +62,20 @@ func (x *index) earlier(s Slot) bool {
 
 func (x *index) peer(s Slot) Slot { return Slot(x.slots[s].peer - 1) }
 
-// insert adds a block, all of its parts. Whatever its slots held before is gone; of each key the one with the higher serial stays.
-func (x *index) insert(refs []Ref) {
+// insert adds a block, all of its parts, unless others with a higher serial have some of its keys: then it is those, and nothing is added.
+// Whatever its slots held before is gone.
+func (x *index) insert(refs []Ref) (higher []Ref) {
 	for i := range refs {
 		x.vacate(refs[i].Slot)
+	}
+	for i := range refs {
+		r := &refs[i]
+		if old, ok := x.slot(*x.head(&r.Part.Key), &r.Part.Key); ok && x.slots[old].serial > r.serial {
+			higher = append(higher, x.ref(old))
+		}
+	}
+	if len(higher) > 0 {
+		return higher
 	}
 	for i := range refs {
 		r := &refs[i]
@@ -76,15 +86,12 @@ func (x *index) insert(refs []Ref) {
 	}
 	for i := range refs {
 		r := &refs[i]
-		old, ok := x.slot(*x.head(&r.Part.Key), &r.Part.Key)
-		if ok && x.slots[old].serial > r.serial {
-			continue
-		}
-		if ok {
+		if old, ok := x.slot(*x.head(&r.Part.Key), &r.Part.Key); ok {
 			x.unlist(old)
 		}
 		x.list(r.Slot)
 	}
+	return nil
 }
 
 // vacate drops the block of which a slot holds a part: all its parts.

@@ -30,17 +30,26 @@ func (m *indexModel) vacate(s Slot) {
 	}
 }
 
-func (m *indexModel) insert(refs []Ref) {
+func (m *indexModel) insert(refs []Ref) (higher []Ref) {
 	block := &refs
 	for _, r := range refs {
 		m.vacate(r.Slot)
 	}
 	for _, r := range refs {
-		m.slots[r.Slot] = block
-		if old := m.keys[r.Part.Key]; old == nil || (*old)[0].serial <= r.serial {
-			m.keys[r.Part.Key] = block
+		for _, old := range m.find(r.Part.Key) {
+			if old.serial > r.serial {
+				higher = append(higher, old)
+			}
 		}
 	}
+	if higher != nil {
+		return higher
+	}
+	for _, r := range refs {
+		m.slots[r.Slot] = block
+		m.keys[r.Part.Key] = block
+	}
+	return nil
 }
 
 func (m *indexModel) find(k connector.StoreKey) (found []Ref) {
@@ -79,8 +88,7 @@ func indexAgreesWithModel(t *rapid.T) {
 				k := connector.StoreKey{31: byte(rapid.IntRange(1, keys).Draw(t, "key"))} // the other bytes are the same
 				refs = append(refs, Ref{s, Part{Key: k, Length: uint32(serial), Group: uint16(s)}, serial, generation})
 			}
-			x.insert(refs)
-			m.insert(refs)
+			require.Equal(t, m.insert(refs), x.insert(refs))
 			seen = append(seen, refs...)
 		},
 		"vacate": func(t *rapid.T) {

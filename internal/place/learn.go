@@ -96,25 +96,48 @@ func (h *Host) look(slots []Slot) (moment, error) {
 }
 
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
-// look at them, and none is known to hold other bytes.
+// look at them, none is known to hold other bytes, and no block with a higher serial has one of its keys.
 func (h *Host) enter(refs []Ref, began *moment) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.epoch != began.epoch {
-		return ErrGone
-	}
-	for i, r := range refs {
-		generation, wrong := h.wrong[r.Slot]
-		if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
-			return ErrGone
+	return h.prefer(func() (higher []Ref, err error) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if h.epoch != began.epoch {
+			return nil, ErrGone
+		}
+		for i, r := range refs {
+			generation, wrong := h.wrong[r.Slot]
+			if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
+				return nil, ErrGone
+			}
+		}
+		if higher = h.index.insert(refs); len(higher) > 0 {
+			return higher, nil
+		}
+		for _, r := range refs {
+			h.turns[r.Slot]++
+			delete(h.wrong, r.Slot)
+		}
+		return nil, nil
+	})
+}
+
+// prefer calls insert, which inserts a block into the index or says which blocks with higher serials have its keys, until none is in its way.
+// Those that the plugin has given up since somebody looked at them give way: nobody else would find out. ErrGone: one of them is there, also if its
+// time is over (rule PLACE-13).
+func (h *Host) prefer(insert func() (higher []Ref, err error)) error {
+	for range tries {
+		higher, err := insert()
+		if err != nil || len(higher) == 0 {
+			return err
+		}
+		for i := range higher {
+			if h.verify(&higher[i], 0) == nil {
+				return ErrGone
+			}
+			h.forget(&higher[i])
 		}
 	}
-	for _, r := range refs {
-		h.turns[r.Slot]++
-		delete(h.wrong, r.Slot)
-	}
-	h.index.insert(refs)
-	return nil
+	return ErrGone
 }
 
 // read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *RefusalError: the header is not what the

@@ -187,7 +187,10 @@ func (s *Save) Publish(part int) (done bool, err error) {
 	if !h.arena.CompareAndSwap(h.g.wordAt(r.Slot), uint64(lent), uint64(lent.as(Ready))) {
 		return false, &RefusalError{Slot: r.Slot, Reason: WordChanged}
 	}
-	return s.arrived()
+	if last, err := s.arrived(); !last || err != nil {
+		return false, err
+	}
+	return s.finish()
 }
 
 // stale says whether everything was dropped since the save began. The caller holds the host's lock.
@@ -207,29 +210,49 @@ func (s *Save) may(part int) error {
 	return nil
 }
 
-// arrived counts a part that is READY, and puts the block into the index when all are.
-func (s *Save) arrived() (done bool, err error) {
+// arrived counts a part that is READY, and says whether it is the last one.
+func (s *Save) arrived() (last bool, err error) {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	if err := s.ended(); err != nil {
+		return false, err
+	}
+	s.left--
+	return s.left == 0, nil
+}
+
+// ended is why a save does not succeed any more, or nil. The caller holds the host's lock.
+func (s *Save) ended() error {
+	switch {
+	case s.over:
+		return ErrVoid
+	case s.stale():
+		return ErrReset
+	}
+	return nil
+}
+
+// finish puts a block into the index all of whose parts are READY.
+func (s *Save) finish() (done bool, err error) {
 	h := s.h
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if s.over {
-		return false, ErrVoid
-	}
-	if s.stale() {
-		return false, ErrReset
-	}
-	if s.left--; s.left > 0 {
-		return false, nil
-	}
-	for i := range s.refs {
-		if h.writing[s.refs[i].Slot] != s { // the plugin has given the block up already, and lent the slot again
-			s.endLocked()
-			return true, nil
+	err = h.prefer(func() (higher []Ref, err error) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if err := s.ended(); err != nil {
+			return nil, err
 		}
-	}
-	h.index.insert(s.refs)
-	s.endLocked()
-	return true, nil
+		for i := range s.refs {
+			if h.writing[s.refs[i].Slot] != s { // the plugin has given the block up already, and lent the slot again
+				s.endLocked()
+				return nil, nil
+			}
+		}
+		if higher = h.index.insert(s.refs); len(higher) == 0 {
+			s.endLocked()
+		}
+		return higher, nil
+	})
+	return err == nil, err
 }
 
 // Lent says whether the slot of a save that Claim has begun is lent as it was: its word was not touched.
