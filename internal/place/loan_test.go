@@ -66,6 +66,30 @@ func TestLoan(t *testing.T) {
 	require.ErrorIs(t, err, ErrMiss)
 }
 
+// Rule PLACE-13: what the host writes into a lent slot is resident if what was written later under its key has been given up; otherwise that
+// is, and nothing is acknowledged.
+func TestLoanMeetsALaterBlock(t *testing.T) {
+	for _, given := range []bool{true, false} {
+		r := newShelfRig(t)
+		loan, _ := r.lend(3)
+		s, err := r.host.Claim(loan, partOf(1), 0)
+		require.NoError(t, err)
+		r.write(0, 1) // its serial is higher
+		require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{0}}, 0))
+		if given {
+			r.shelf.Retire(0)
+		}
+		done, err := s.Publish(0)
+		require.Equal(t, given, done)
+		if !given {
+			require.ErrorIs(t, err, ErrGone)
+		}
+		refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+		require.NoError(t, err)
+		require.Equal(t, map[bool]Slot{true: 3, false: 0}[given], refs[0].Slot)
+	}
+}
+
 // Rule PLACE-33: a slot whose save was given up is lent as it was, until it is given back.
 func TestLoanGivenBack(t *testing.T) {
 	r := newShelfRig(t)

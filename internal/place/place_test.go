@@ -347,6 +347,65 @@ func TestPromotion(t *testing.T) {
 	p.want(1, 9)
 }
 
+// promote has the plugin fill slots with a block that it does not know the serial of, and gives the notice.
+func (p *pair) promote(with byte, list ...Part) Notice {
+	p.t.Helper()
+	f, err := p.plugin.Fill(Set{Parts: list})
+	require.NoError(p.t, err)
+	for i := range list {
+		fill(f.Bytes(i), with)
+	}
+	n, err := f.Publish()
+	require.NoError(p.t, err)
+	return n
+}
+
+// Rule PLACE-13: a block that was given up does not hide one with a lower serial from the host, although nobody has looked in between.
+func TestGivenUpGivesWay(t *testing.T) {
+	for name, told := range map[string]func(p *pair, n *Notice){
+		"notice": func(p *pair, n *Notice) { require.NoError(t, p.host.Notice(n, now)) },
+		"known": func(p *pair, _ *Notice) {
+			s := p.reserve(parts(1, 2)...)
+			a := p.plugin.Lend(s.Request(), 0)
+			v, err := s.Accept(&a, now)
+			require.NoError(t, err)
+			require.Equal(t, Known, v)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPair(t, 5)
+			p.save(1, false, parts(1)...)
+			p.save(2, false, parts(2)...)
+			p.plugin.Retire(p.plugin.Find(parts(1)))
+			p.plugin.Retire(p.plugin.Find(parts(2)))
+			n := p.promote(3, parts(1, 2)...)
+			told(p, &n)
+			p.want(1, 3)
+			p.want(2, 3)
+			require.Equal(t, 1, p.host.Resident())
+		})
+	}
+}
+
+// Rule PLACE-13: a notice of a block counts for nothing while there is a later one of its keys, also if that one's time is over.
+func TestLaterStays(t *testing.T) {
+	p := newPair(t, 3)
+	n := p.promote(1, parts(1)...)
+	s, err := p.host.Reserve(parts(1), 0, true)
+	require.NoError(t, err)
+	a := p.plugin.Lend(s.Request(), now+10)
+	_, err = s.Accept(&a, now)
+	require.NoError(t, err)
+	fill(s.Bytes(0), 2)
+	_, err = s.Publish(0)
+	require.NoError(t, err)
+	require.ErrorIs(t, p.host.Notice(&n, now), ErrGone, "the plugin has not given it up yet")
+	p.want(1, 2)
+	require.ErrorIs(t, p.host.Notice(&n, now+10), ErrGone)
+	_, err = p.host.Find(keysOf(parts(1)), now+10)
+	require.ErrorIs(t, err, ErrMiss)
+}
+
 // Rule PLACE-16.
 func TestExpiry(t *testing.T) {
 	p := newPair(t, 2)

@@ -54,6 +54,31 @@ func TestRecover(t *testing.T) {
 	require.Equal(t, Counts{Free: 7, Resident: 3}, p.whole())
 }
 
+// Rule PLACE-07: a replacement that was never whole takes nothing with it when its time is over; a whole one does.
+func TestRecoverFromHalfAReplacement(t *testing.T) {
+	for written, kept := range []int{2, 2, 0} {
+		p := newPair(t, 4)
+		p.save(1, false, parts(1, 2)...)
+		s, err := p.host.Reserve(parts(1, 2), 0, true)
+		require.NoError(t, err)
+		a := p.plugin.Lend(s.Request(), now-1)
+		_, err = s.Accept(&a, now-2)
+		require.NoError(t, err)
+		for part := range written {
+			fill(s.Bytes(part), 2)
+			_, err = s.Publish(part)
+			require.NoError(t, err)
+		}
+		s.Drop()
+		p.restart()
+		require.Equal(t, Counts{Free: 4 - kept, Resident: kept}, p.whole(), "%d parts of it", written)
+		if kept > 0 {
+			p.want(1, 1)
+			p.want(2, 1)
+		}
+	}
+}
+
 // A former life wrote whatever it liked.
 func TestRecoverFromDamage(t *testing.T) {
 	for at := range int64(8 * (1 + headerWords)) {
