@@ -347,19 +347,6 @@ func TestPromotion(t *testing.T) {
 	p.want(1, 9)
 }
 
-// promote has the plugin fill slots with a block that it does not know the serial of, and gives the notice.
-func (p *pair) promote(with byte, list ...Part) Notice {
-	p.t.Helper()
-	f, err := p.plugin.Fill(Set{Parts: list})
-	require.NoError(p.t, err)
-	for i := range list {
-		fill(f.Bytes(i), with)
-	}
-	n, err := f.Publish()
-	require.NoError(p.t, err)
-	return n
-}
-
 // Rule PLACE-13: a block that was given up does not hide one with a lower serial from the host, although nobody has looked in between.
 func TestGivenUpGivesWay(t *testing.T) {
 	for name, told := range map[string]func(p *pair, n *Notice){
@@ -376,9 +363,14 @@ func TestGivenUpGivesWay(t *testing.T) {
 			p := newPair(t, 5)
 			p.save(1, false, parts(1)...)
 			p.save(2, false, parts(2)...)
+			f, err := p.plugin.Fill(Set{Parts: parts(1, 2)}) // into other slots
+			require.NoError(t, err)
+			fill(f.Bytes(0), 3)
+			fill(f.Bytes(1), 3)
 			p.plugin.Retire(p.plugin.Find(parts(1)))
 			p.plugin.Retire(p.plugin.Find(parts(2)))
-			n := p.promote(3, parts(1, 2)...)
+			n, err := f.Publish()
+			require.NoError(t, err)
 			told(p, &n)
 			p.want(1, 3)
 			p.want(2, 3)
@@ -390,7 +382,10 @@ func TestGivenUpGivesWay(t *testing.T) {
 // Rule PLACE-13: a notice of a block counts for nothing while there is a later one of its keys, also if that one's time is over.
 func TestLaterStays(t *testing.T) {
 	p := newPair(t, 3)
-	n := p.promote(1, parts(1)...)
+	f, err := p.plugin.Fill(Set{Parts: parts(1)})
+	require.NoError(t, err)
+	n, err := f.Publish()
+	require.NoError(t, err)
 	s, err := p.host.Reserve(parts(1), 0, true)
 	require.NoError(t, err)
 	a := p.plugin.Lend(s.Request(), now+10)

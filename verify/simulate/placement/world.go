@@ -113,7 +113,7 @@ func newWorld(o Options) (*world, error) {
 	s.careless = o.Careless
 	s.careful = !o.Careless && !o.Liar
 	w := &world{
-		shared: s, o: o, rng: rng, now: 1000, epoch: 1, liars: o.Liar, rest: 1 + 100*(rng.IntN(4)/3),
+		shared: s, o: o, rng: rng, now: 1000, epoch: 1, liars: o.Liar, rest: 1 + 100*int(o.Seed%4/3),
 		signed: map[uint64]bool{}, disk: map[int]stored{}, answers: map[uint64]place.Answer{},
 	}
 	arena, words := s.views(false)
