@@ -3,9 +3,13 @@ package place
 import (
 	"hash/maphash"
 	"math/bits"
+	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
+
+// atOnce is how many keys a lookup reads the heads of before it looks whether the first of them is there.
+const atOnce = 64
 
 // index says in which slots the resident blocks are. It is private memory of the host, whose size follows from the number of
 // slots, whatever a plugin says. A lookup comes when none of it is in the processor's caches, so a key costs one line of each
@@ -157,17 +161,19 @@ func (x *index) block(s Slot) (refs []Ref) {
 
 // find is where the keys are: those before the first one that is missing.
 func (x *index) find(keys []connector.StoreKey) []Ref {
-	heads := make([]uint32, len(keys))
-	for i := range keys { // all of them first: the processor waits for many lines at a time
-		heads[i] = *x.head(&keys[i])
-	}
 	refs := make([]Ref, 0, len(keys))
-	for i := range keys {
-		s, ok := x.slot(heads[i], &keys[i])
-		if !ok {
-			break
+	for some := range slices.Chunk(keys, atOnce) {
+		var heads [atOnce]uint32
+		for i := range some { // all of them first: the processor waits for many lines at a time
+			heads[i] = *x.head(&some[i])
 		}
-		refs = append(refs, x.ref(s))
+		for i := range some {
+			s, ok := x.slot(heads[i], &some[i])
+			if !ok {
+				return refs
+			}
+			refs = append(refs, x.ref(s))
+		}
 	}
 	return refs
 }

@@ -133,6 +133,25 @@ func (x *index) within(t *rapid.T, keys int) {
 	}
 }
 
+// TestIndexFindsLongRuns: a lookup of many keys finds all before the first one that is missing.
+func TestIndexFindsLongRuns(t *testing.T) {
+	const slots = 3*atOnce + 1
+	x := newIndex(slots)
+	keys := make([]connector.StoreKey, slots)
+	for i := range keys {
+		keys[i] = connector.StoreKey{byte(i), byte(i >> 8), 1}
+		require.Empty(t, x.insert([]Ref{{Slot: Slot(i), Part: Part{Key: keys[i]}}}))
+	}
+	for _, gone := range []Slot{slots - 1, 2*atOnce + 1, 2 * atOnce, atOnce - 1, 0} {
+		x.vacate(gone)
+		refs := x.find(keys)
+		require.Len(t, refs, int(gone))
+		for i := range refs {
+			require.Equal(t, keys[i], refs[i].Part.Key)
+		}
+	}
+}
+
 // TestIndexSize: what the index takes follows from the number of slots, and what it knows of a slot is one cache line.
 func TestIndexSize(t *testing.T) {
 	require.EqualValues(t, lineSize, unsafe.Sizeof(resident{}))

@@ -3,7 +3,7 @@ package place
 import "slices"
 
 // Notice takes a notice of the plugin: the block comes into the index if its slots hold it. ErrGone: they did when the
-// notice was sent. A *RefusalError: no honest plugin sends that.
+// notice was sent, or a block with a higher serial is there. A *RefusalError: no honest plugin sends that.
 func (h *Host) Notice(n *Notice, now int64) error { return h.learn(n.Slots, nil, now) }
 
 // Knows says whether the index has what lies in a slot now, so that a notice of it says nothing new.
@@ -27,7 +27,7 @@ type moment struct {
 // learn puts a block into the index of which a plugin says that these slots hold it. If parts are given, it must be that
 // block.
 func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
-	if len(slots) == 0 || len(slots) > h.g.Slots || parts != nil && len(parts) != len(slots) {
+	if len(slots) == 0 || len(slots) > h.g.Slots || repeat(slots) || parts != nil && len(parts) != len(slots) {
 		return &RefusalError{Reason: Count}
 	}
 	began, err := h.look(slots)
@@ -53,6 +53,12 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 		return ErrGone
 	}
 	return h.enter(refs, &began)
+}
+
+// repeat says whether a slot is named twice. Its header may say something else each time that it is read.
+func repeat(slots []Slot) bool {
+	sorted := slices.Sorted(slices.Values(slots))
+	return len(slices.Compact(sorted)) < len(slots)
 }
 
 // belongs says whether the header is that of part i of a block in these slots.
@@ -121,9 +127,8 @@ func (h *Host) enter(refs []Ref, began *moment) error {
 	})
 }
 
-// prefer calls insert, which inserts a block into the index or says which blocks with higher serials have its keys, until none is in its way.
-// Those that the plugin has given up since somebody looked at them give way: nobody else would find out. ErrGone: one of them is there, also if its
-// time is over (rule PLACE-13).
+// prefer calls insert, which puts a block into the index or says which blocks with higher serials have its keys. Those of them that the plugin
+// has given up give way: nobody may have looked at them since. ErrGone: one of them is there, also if its time is over (rule PLACE-13).
 func (h *Host) prefer(insert func() (higher []Ref, err error)) error {
 	for range tries {
 		higher, err := insert()

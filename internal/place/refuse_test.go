@@ -27,6 +27,7 @@ func TestRefusedAnswers(t *testing.T) {
 		{"no verdict", func(_ *pair, a Answer) Answer { a.Verdict = 0; return a }, RefusalError{0, NoVerdict}},
 		{"another verdict", func(_ *pair, a Answer) Answer { a.Verdict = 9; return a }, RefusalError{0, NoVerdict}},
 		{"known beyond the last", func(_ *pair, a Answer) Answer { a.Verdict, a.Slots = Known, []Slot{6, 8}; return a }, RefusalError{8, OutOfRange}},
+		{"known in one slot twice", func(_ *pair, a Answer) Answer { a.Verdict, a.Slots = Known, []Slot{6, 6}; return a }, RefusalError{0, Count}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPair(t, 8)

@@ -164,7 +164,8 @@ func (s *Save) Bytes(part int) []byte {
 
 // Publish makes a part READY whose bytes and digests are written; a copy past the caches ends with an SFENCE. With the
 // last part the block is resident (done), and then the save may be acknowledged, not before (rule PLACE-05). Ranks may
-// publish their parts at the same time. Errors wrap ErrReset, ErrVoid or ErrRefused; Drop follows.
+// publish their parts at the same time. Errors wrap ErrReset, ErrVoid, ErrRefused, or ErrGone: a block with a higher serial has
+// one of its keys, and is resident in its place. Drop follows.
 func (s *Save) Publish(part int) (done bool, err error) {
 	h := s.h
 	if err := s.may(part); err != nil {
