@@ -1,6 +1,9 @@
 package place
 
-import "slices"
+import (
+	"errors"
+	"slices"
+)
 
 // Notice takes a notice of the plugin: the block comes into the index if its slots hold it. ErrGone: they did when the
 // notice was sent, or a block with a higher serial is there. A *RefusalError: no honest plugin sends that.
@@ -104,7 +107,7 @@ func (h *Host) look(slots []Slot) (moment, error) {
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
 // look at them, none is known to hold other bytes, and no block with a higher serial has one of its keys.
 func (h *Host) enter(refs []Ref, began *moment) error {
-	return h.prefer(func() (higher []Ref, err error) {
+	_, err := h.prefer(func() (higher []Ref, err error) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		if h.epoch != began.epoch {
@@ -125,24 +128,32 @@ func (h *Host) enter(refs []Ref, began *moment) error {
 		}
 		return nil, nil
 	})
+	return err
 }
 
 // prefer calls insert, which puts a block into the index or says which blocks with higher serials have its keys. Those of them that the plugin
-// has given up give way: nobody may have looked at them since. ErrGone: one of them is there, also if its time is over (rule PLACE-13).
-func (h *Host) prefer(insert func() (higher []Ref, err error)) error {
-	for range tries {
-		higher, err := insert()
-		if err != nil || len(higher) == 0 {
-			return err
+// has given up give way: nobody may have looked at them since. ErrGone: these are in the way, also if their time is over (rule PLACE-13). A
+// *RefusalError: the header of one of them lies; it is not offered again.
+func (h *Host) prefer(insert func() (higher []Ref, err error)) (higher []Ref, err error) {
+	for try := 0; ; try++ {
+		higher, err = insert()
+		switch {
+		case err != nil || len(higher) == 0:
+			return nil, err
+		case try == tries:
+			return higher, ErrGone
 		}
 		for i := range higher {
-			if h.verify(&higher[i], 0) == nil {
-				return ErrGone
+			err := h.verify(&higher[i], 0)
+			if err == nil {
+				return higher, ErrGone
 			}
 			h.forget(&higher[i])
+			if !errors.Is(err, ErrGone) {
+				return nil, err
+			}
 		}
 	}
-	return ErrGone
 }
 
 // read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *RefusalError: the header is not what the

@@ -52,6 +52,13 @@ func (p *pair) open() {
 	require.NoError(p.t, err)
 }
 
+// forge makes a slot READY with whatever header.
+func (p *pair) forge(s Slot, h Header) {
+	words := h.Encode(s, 5)
+	p.g.storeHeader(p.a, s, &words)
+	p.a.Store(p.g.wordAt(s), uint64(NewWord(5, Ready)))
+}
+
 // restart kills the plugin and starts its next life, which tells the host what it found.
 func (p *pair) restart() {
 	p.t.Helper()
@@ -399,6 +406,42 @@ func TestLaterStays(t *testing.T) {
 	require.ErrorIs(t, p.host.Notice(&n, now+10), ErrGone)
 	_, err = p.host.Find(keysOf(parts(1)), now+10)
 	require.ErrorIs(t, err, ErrMiss)
+}
+
+// Rule PLACE-05: a save whose parts all lie under higher serials has succeeded; if one of them is missing, it has not.
+func TestSaveMeetsLaterBlocks(t *testing.T) {
+	for later, done := range map[int]bool{1: false, 2: true} {
+		p := newPair(t, 4)
+		s := p.grant(false, parts(1, 2)...)
+		serial := p.host.Draw(1)
+		for i, part := range parts(1, 2)[:later] {
+			p.forge(Slot(i), Header{Serial: serial, Key: part.Key, Length: part.Length, Group: part.Group, Parts: 1, Lead: Slot(i), Epoch: 1})
+			require.NoError(t, p.host.Notice(&Notice{Slots: []Slot{Slot(i)}}, now))
+		}
+		_, err := s.Publish(0)
+		require.NoError(t, err)
+		saved, err := s.Publish(1)
+		require.Equal(t, done, saved)
+		require.Equal(t, done, err == nil)
+		_, err = p.host.Find(keysOf(parts(1, 2)), now)
+		require.Equal(t, done, err == nil)
+	}
+}
+
+// What was given up meanwhile is not in the way, also if others came that were given up, too; but not for ever.
+func TestPreferTriesAgain(t *testing.T) {
+	p := newPair(t, 1)
+	for given, want := range map[int]error{tries: nil, tries + 1: ErrGone} {
+		inserted := 0
+		_, err := p.host.prefer(func() (higher []Ref, err error) {
+			if inserted++; inserted <= given {
+				return []Ref{{}}, nil
+			}
+			return nil, nil
+		})
+		require.ErrorIs(t, err, want)
+		require.Equal(t, tries+1, inserted)
+	}
 }
 
 // Rule PLACE-16.

@@ -2,7 +2,10 @@ package place
 
 import (
 	"fmt"
+	"math"
 	"slices"
+
+	"github.com/kvport/kvport/connector"
 )
 
 // Save is one block on its way from the host into slots.
@@ -164,8 +167,9 @@ func (s *Save) Bytes(part int) []byte {
 
 // Publish makes a part READY whose bytes and digests are written; a copy past the caches ends with an SFENCE. With the
 // last part the block is resident (done), and then the save may be acknowledged, not before (rule PLACE-05). Ranks may
-// publish their parts at the same time. Errors wrap ErrReset, ErrVoid, ErrRefused, or ErrGone: a block with a higher serial has
-// one of its keys, and is resident in its place. Drop follows.
+// publish their parts at the same time. Errors wrap ErrReset, ErrVoid, ErrRefused (by the slot, or by a block with a higher serial that was
+// in its way), or ErrGone: a block with a higher serial has one of its keys, and other parts, or a time at which it expires. Drop follows. The
+// slot may be READY then, and the plugin keeps or gives up what it finds there.
 func (s *Save) Publish(part int) (done bool, err error) {
 	h := s.h
 	if err := s.may(part); err != nil {
@@ -236,7 +240,7 @@ func (s *Save) ended() error {
 // finish puts a block into the index all of whose parts are READY.
 func (s *Save) finish() (done bool, err error) {
 	h := s.h
-	err = h.prefer(func() (higher []Ref, err error) {
+	higher, err := h.prefer(func() (higher []Ref, err error) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		if err := s.ended(); err != nil {
@@ -253,7 +257,32 @@ func (s *Save) finish() (done bool, err error) {
 		}
 		return higher, nil
 	})
+	if s.covered(higher) {
+		return true, nil
+	}
 	return err == nil, err
+}
+
+// covered says whether blocks with higher serials have all parts of the save, and ends it then: what was saved is resident, in their slots. One
+// that will expire does not count: what time it is, nobody says here.
+func (s *Save) covered(higher []Ref) bool {
+	if len(higher) != len(s.refs) {
+		return false
+	}
+	keys := make([]connector.StoreKey, len(higher))
+	for i := range higher {
+		if higher[i].Part != s.refs[i].Part || s.h.verify(&higher[i], math.MaxInt64) != nil {
+			return false
+		}
+		keys[i] = higher[i].Part.Key
+	}
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	if s.ended() != nil || !slices.Equal(s.h.index.find(keys), higher) {
+		return false
+	}
+	s.endLocked()
+	return true
 }
 
 // Lent says whether the slot of a save that Claim has begun is lent as it was: its word was not touched.
