@@ -18,6 +18,7 @@ type index struct {
 	seed  maphash.Seed // so that nobody can choose keys whose hashes are the same
 	heads []uint32     // of the chains of slots whose keys have the same hash; 0: none, else the slot and 1
 	slots []resident
+	used  bool // something was inserted since it was empty
 }
 
 // resident is what the index knows of a slot, in one cache line. Its zero value: nothing lies there.
@@ -69,6 +70,7 @@ func (x *index) peer(s Slot) Slot { return Slot(x.slots[s].peer - 1) }
 // insert adds a block, all of its parts, unless others with a higher serial have some of its keys: then it is those, and nothing is added.
 // Whatever its slots held before is gone.
 func (x *index) insert(refs []Ref) (higher []Ref) {
+	x.used = true
 	for i := range refs {
 		x.vacate(refs[i].Slot)
 	}
@@ -96,6 +98,16 @@ func (x *index) insert(refs []Ref) (higher []Ref) {
 		x.list(r.Slot)
 	}
 	return nil
+}
+
+// clear drops all blocks, in place: there may be gigabytes of them, and a lock is held.
+func (x *index) clear() {
+	if !x.used {
+		return
+	}
+	clear(x.heads)
+	clear(x.slots)
+	x.seed, x.used = maphash.MakeSeed(), false
 }
 
 // vacate drops the block of which a slot holds a part: all its parts.

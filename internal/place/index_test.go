@@ -96,6 +96,11 @@ func indexAgreesWithModel(t *rapid.T) {
 			x.vacate(s)
 			m.vacate(s)
 		},
+		"clear": func(*rapid.T) {
+			x.clear()
+			clear(m.keys)
+			clear(m.slots)
+		},
 		"has": func(t *rapid.T) {
 			if len(seen) == 0 {
 				return
