@@ -8,26 +8,19 @@ import (
 )
 
 // recover takes the slots over from the life before. What it left is not trusted: a header counts only with its check,
-// a block only with all its parts, and of a key only the block with the highest serial, also if its time is over: what it has replaced does
+// a block only with all its parts, and of a key only the block with the highest serial, also if that is not kept: what it has replaced does
 // not come back. Every other slot is retired, whatever its word says, and waits for its readers.
 func (p *Plugin) recover(drawn uint64, now int64) {
 	found := p.left(drawn)
-	sets := together(found)
-	slices.SortFunc(sets, func(a, b *Set) int {
-		return cmp.Or(cmp.Compare(b.Serial, a.Serial), cmp.Compare(a.Slots[0], b.Slots[0]))
-	})
-	kept, over := map[Slot]bool{}, map[connector.StoreKey]bool{}
-	for _, s := range sets {
-		if p.overlaps(s, over) {
-			continue
-		}
+	kept, seen := map[Slot]bool{}, map[connector.StoreKey]bool{}
+	for _, s := range latest(together(found), now) {
+		keep := !s.expired(now) && !slices.ContainsFunc(s.Parts, func(part Part) bool { return seen[part.Key] })
 		for i, slot := range s.Slots {
-			if s.expired(now) {
-				over[s.Parts[i].Key] = true
-				continue
+			seen[s.Parts[i].Key] = true
+			if keep {
+				p.resident[s.Parts[i].Key] = s
+				kept[slot] = true
 			}
-			p.resident[s.Parts[i].Key] = s
-			kept[slot] = true
 		}
 	}
 	for s := range Slot(p.g.Slots) {
@@ -66,9 +59,18 @@ func (p *Plugin) discard(s Slot, w Word) {
 	p.retired = append(p.retired, s)
 }
 
-// overlaps says whether a later block had one of the keys: one that is kept, or one whose time is over.
-func (p *Plugin) overlaps(s *Set, over map[connector.StoreKey]bool) bool {
-	return slices.ContainsFunc(s.Parts, func(part Part) bool { return p.resident[part.Key] != nil || over[part.Key] })
+// latest sorts sets: first the highest serials, and of those that are equal first what has not expired.
+func latest(sets []*Set, now int64) []*Set {
+	last := func(s *Set) int {
+		if s.expired(now) {
+			return 1
+		}
+		return 0
+	}
+	slices.SortFunc(sets, func(a, b *Set) int {
+		return cmp.Or(cmp.Compare(b.Serial, a.Serial), cmp.Compare(last(a), last(b)), cmp.Compare(a.Slots[0], b.Slots[0]))
+	})
+	return sets
 }
 
 func (s *Set) expired(now int64) bool { return s.Expires != 0 && s.Expires <= now }
