@@ -60,7 +60,7 @@ func TestKnownIsLookedAt(t *testing.T) {
 	p := newPair(t, 4)
 	p.save(1, false, parts(1, 2)...)
 	slots := p.plugin.Find(parts(1, 2)).Slots
-	for _, lie := range [][]Slot{{slots[1], slots[0]}, slots[:1], {0, 1}, {slots[0], slots[0]}} {
+	for _, lie := range [][]Slot{{slots[1], slots[0]}, slots[:1], {0, 1}} {
 		s := p.reserve(parts(3, 4)[:len(lie)]...)
 		_, err := s.Accept(&Answer{Verdict: Known, Slots: lie}, now)
 		require.ErrorIs(t, err, ErrGone)
@@ -70,6 +70,33 @@ func TestKnownIsLookedAt(t *testing.T) {
 	_, err := s.Accept(&Answer{Verdict: Known, Slots: slots}, now)
 	require.ErrorIs(t, err, ErrGone, "that is another block")
 	p.gone(3)
+}
+
+// flips changes the header of slot 0 whenever somebody begins to read it.
+type flips struct {
+	Memory
+	p *pair
+	n byte
+}
+
+// Load is Memory's.
+func (f *flips) Load(at int64) uint64 {
+	if at == f.p.g.wordAt(0) {
+		f.p.forge(0, Header{Serial: 1, Key: key(f.n + 1), Length: 100, Part: uint16(f.n), Parts: 3, Epoch: 1})
+		f.n = (f.n + 1) % 3
+	}
+	return f.Memory.Load(at)
+}
+
+// Rule PLACE-09: one slot is not many, whatever it seems to hold; an index that believed that would search without end.
+func TestOneSlotForManyParts(t *testing.T) {
+	p := newPair(t, 2)
+	p.host.Draw(1)
+	p.host.arena = &flips{Memory: p.a, p: p}
+	for _, slots := range [][]Slot{{0, 0, 0}, {0, 1, 0}} {
+		require.Equal(t, &RefusalError{Reason: Count}, p.host.Notice(&Notice{Slots: slots}, now))
+		p.gone(4)
+	}
 }
 
 // Rule PLACE-09: a word that changes while it is lent is nobody's block.
