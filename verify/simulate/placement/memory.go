@@ -24,6 +24,7 @@ type shared struct {
 	mutant       Mutant
 	careful      bool // the plugin is supposed to look at pins, and to write its own slots only
 	careless     bool // it takes every pin for 0
+	liar         bool // it lies
 	copying      []int
 	owner        []*actor // the writer of the host that a slot is lent to
 	current      *actor   // who runs; nil: nobody is asked to wait
@@ -221,12 +222,15 @@ func (v *view) changed(at int64, value uint64) uint64 {
 	return value
 }
 
-// CompareAndSwap is one access, which waits for the stores before it. One that fails writes nothing: a plugin that lies may have lent the slot
-// to another save before this one has published it.
+// CompareAndSwap is one access, which waits for the stores before it. A plugin that lies may have lent the slot to another save before this
+// one has published it: then it is no fault of the host if it fails, and writes nothing.
 func (v *view) CompareAndSwap(at int64, old, with uint64) bool {
 	v.turn(at, true, true)
+	if !v.s.liar {
+		v.may(at)
+	}
 	ok := v.mem().CompareAndSwap(at, old, v.changed(at, with))
-	if ok {
+	if ok && v.s.liar {
 		v.may(at)
 	}
 	return ok

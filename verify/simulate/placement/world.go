@@ -110,7 +110,7 @@ func newWorld(o Options) (*world, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.careless = o.Careless
+	s.careless, s.liar = o.Careless, o.Liar
 	s.careful = !o.Careless && !o.Liar
 	w := &world{
 		shared: s, o: o, rng: rng, now: 1000, epoch: 1, liars: o.Liar, rest: 1 + 100*int(o.Seed%4/3),
