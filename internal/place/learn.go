@@ -27,7 +27,7 @@ type moment struct {
 // learn puts a block into the index of which a plugin says that these slots hold it. If parts are given, it must be that
 // block.
 func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
-	if len(slots) == 0 || len(slots) > h.g.Slots || repeat(slots) || parts != nil && len(parts) != len(slots) {
+	if !h.fit(slots) || parts != nil && len(parts) != len(slots) {
 		return &RefusalError{Reason: Count}
 	}
 	began, err := h.look(slots)
@@ -55,10 +55,10 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 	return h.enter(refs, &began)
 }
 
-// repeat says whether a slot is named twice. Its header may say something else each time that it is read.
-func repeat(slots []Slot) bool {
-	sorted := slices.Sorted(slices.Values(slots))
-	return len(slices.Compact(sorted)) < len(slots)
+// fit says whether there can be a block in so many slots, none of which is named twice: its header may say something else each time that it
+// is read.
+func (h *Host) fit(slots []Slot) bool {
+	return len(slots) > 0 && len(slots) <= h.g.Slots && len(slices.Compact(slices.Sorted(slices.Values(slots)))) == len(slots)
 }
 
 // belongs says whether the header is that of part i of a block in these slots.
