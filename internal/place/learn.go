@@ -55,7 +55,7 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 	return h.enter(refs, &began)
 }
 
-// fit says whether there can be a block in so many slots, none of which is named twice: its header may say something else each time that it
+// fit says whether a block can lie in these slots, none of which is named twice: a header may say something else each time that it
 // is read.
 func (h *Host) fit(slots []Slot) bool {
 	return len(slots) > 0 && len(slots) <= h.g.Slots && len(slices.Compact(slices.Sorted(slices.Values(slots)))) == len(slots)
