@@ -30,7 +30,7 @@ type moment struct {
 // learn puts a block into the index of which a plugin says that these slots hold it. If parts are given, it must be that
 // block.
 func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
-	if !h.named(slots, parts) {
+	if !h.fit(slots) || parts != nil && len(parts) != len(slots) {
 		return &RefusalError{Reason: Count}
 	}
 	began, err := h.look(slots)
@@ -58,14 +58,10 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 	return h.enter(refs, &began)
 }
 
-// named says whether there are as many slots as parts, if those are given, and none of them twice: its header may say something else each time
-// that it is read.
-func (h *Host) named(slots []Slot, parts []Part) bool {
-	if len(slots) == 0 || len(slots) > h.g.Slots || parts != nil && len(parts) != len(slots) {
-		return false
-	}
-	sorted := slices.Sorted(slices.Values(slots))
-	return len(slices.Compact(sorted)) == len(slots)
+// fit says whether a block can lie in these slots, none of which is named twice: a header may say something else each time that it
+// is read.
+func (h *Host) fit(slots []Slot) bool {
+	return len(slots) > 0 && len(slots) <= h.g.Slots && len(slices.Compact(slices.Sorted(slices.Values(slots)))) == len(slots)
 }
 
 // belongs says whether the header is that of part i of a block in these slots.
