@@ -97,7 +97,7 @@ func (h *Host) Reset() (epoch uint64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.epoch++
-	h.index = newIndex(h.g.Slots)
+	h.index.clear()
 	return h.epoch
 }
 
@@ -116,7 +116,7 @@ func (h *Host) Forget() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.forgets++
-	h.index = newIndex(h.g.Slots)
+	h.index.clear()
 	for s := range h.turns {
 		h.turns[s]++
 	}

@@ -1,9 +1,12 @@
 package place
 
-import "slices"
+import (
+	"errors"
+	"slices"
+)
 
 // Notice takes a notice of the plugin: the block comes into the index if its slots hold it. ErrGone: they did when the
-// notice was sent. A *RefusalError: no honest plugin sends that.
+// notice was sent, or a block with a higher serial is there. A *RefusalError: no honest plugin sends that.
 func (h *Host) Notice(n *Notice, now int64) error { return h.learn(n.Slots, nil, now) }
 
 // Knows says whether the index has what lies in a slot now, so that a notice of it says nothing new.
@@ -14,16 +17,8 @@ func (h *Host) Knows(s Slot) bool {
 	w := Word(h.arena.Load(h.g.wordAt(s)))
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	e := h.index.slots[s]
-	if e == nil || w.State() != Ready {
-		return false
-	}
-	for _, r := range e.refs {
-		if r.Slot == s {
-			return r.generation == w.Generation() && h.index.keys[r.Part.Key] == e
-		}
-	}
-	return false
+	r := &h.index.slots[s]
+	return r.listed && w == NewWord(r.generation, Ready)
 }
 
 // moment is what a host knew when it began to look at slots that a plugin named.
@@ -35,14 +30,14 @@ type moment struct {
 // learn puts a block into the index of which a plugin says that these slots hold it. If parts are given, it must be that
 // block.
 func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
-	if len(slots) == 0 || len(slots) > h.g.Slots || parts != nil && len(parts) != len(slots) {
+	if !h.fit(slots) || parts != nil && len(parts) != len(slots) {
 		return &RefusalError{Reason: Count}
 	}
 	began, err := h.look(slots)
 	if err != nil {
 		return err
 	}
-	e := &entry{refs: make([]Ref, len(slots))}
+	refs := make([]Ref, len(slots))
 	for i, s := range slots {
 		head, w, err := h.read(s)
 		switch {
@@ -50,18 +45,23 @@ func (h *Host) learn(slots []Slot, parts []Part, now int64) error {
 			return err
 		case h.ahead(head.Serial):
 			return &RefusalError{Slot: s, Reason: SerialAhead}
-		case !head.belongs(i, slots) || i > 0 && head.Serial != e.serial:
+		case !head.belongs(i, slots) || i > 0 && head.Serial != refs[0].serial:
 			return ErrGone // another block, since the plugin spoke
 		case !head.counts(began.epoch, now):
 			return ErrGone
 		}
-		e.serial = head.Serial
-		e.refs[i] = Ref{Slot: s, serial: head.Serial, generation: w.Generation(), Part: head.part()}
+		refs[i] = Ref{Slot: s, serial: head.Serial, generation: w.Generation(), Part: head.part()}
 	}
-	if parts != nil && !e.holds(parts) {
+	if parts != nil && !hold(refs, parts) {
 		return ErrGone
 	}
-	return h.enter(e, &began)
+	return h.enter(refs, &began)
+}
+
+// fit says whether a block can lie in these slots, none of which is named twice: a header may say something else each time that it
+// is read.
+func (h *Host) fit(slots []Slot) bool {
+	return len(slots) > 0 && len(slots) <= h.g.Slots && len(slices.Compact(slices.Sorted(slices.Values(slots)))) == len(slots)
 }
 
 // belongs says whether the header is that of part i of a block in these slots.
@@ -74,9 +74,9 @@ func (h *Header) counts(epoch uint64, now int64) bool { return h.Epoch == epoch 
 
 func (h *Header) part() Part { return Part{Key: h.Key, Length: h.Length, Group: h.Group} }
 
-// holds says whether an entry is that of the parts.
-func (e *entry) holds(parts []Part) bool {
-	return slices.EqualFunc(e.refs, parts, func(r Ref, p Part) bool { return r.Part == p })
+// hold says whether slots hold the parts.
+func hold(refs []Ref, parts []Part) bool {
+	return slices.EqualFunc(refs, parts, func(r Ref, p Part) bool { return r.Part == p })
 }
 
 // ahead says whether a serial has not been drawn. A save that was drawn after the host began to look may be in the slot by
@@ -105,25 +105,55 @@ func (h *Host) look(slots []Slot) (moment, error) {
 }
 
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
-// look at them, and none is known to hold other bytes.
-func (h *Host) enter(e *entry, began *moment) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.epoch != began.epoch {
-		return ErrGone
-	}
-	for i, r := range e.refs {
-		generation, wrong := h.wrong[r.Slot]
-		if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
-			return ErrGone
+// look at them, none is known to hold other bytes, and no block with a higher serial has one of its keys.
+func (h *Host) enter(refs []Ref, began *moment) error {
+	_, err := h.prefer(func() (higher []Ref, err error) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if h.epoch != began.epoch {
+			return nil, ErrGone
+		}
+		for i, r := range refs {
+			generation, wrong := h.wrong[r.Slot]
+			if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
+				return nil, ErrGone
+			}
+		}
+		if higher = h.index.insert(refs); len(higher) > 0 {
+			return higher, nil
+		}
+		for _, r := range refs {
+			h.turns[r.Slot]++
+			delete(h.wrong, r.Slot)
+		}
+		return nil, nil
+	})
+	return err
+}
+
+// prefer calls insert, which puts a block into the index or says which blocks with higher serials have its keys. Those of them that the plugin
+// has given up give way: nobody may have looked at them since. ErrGone: these are in the way, also if their time is over (rule PLACE-13). A
+// *RefusalError: the header of one of them lies; it is not offered again.
+func (h *Host) prefer(insert func() (higher []Ref, err error)) (higher []Ref, err error) {
+	for try := 0; ; try++ {
+		higher, err = insert()
+		switch {
+		case err != nil || len(higher) == 0:
+			return nil, err
+		case try == tries:
+			return higher, ErrGone
+		}
+		for i := range higher {
+			err := h.verify(&higher[i], 0)
+			if err == nil {
+				return higher, ErrGone
+			}
+			h.forget(&higher[i])
+			if !errors.Is(err, ErrGone) {
+				return nil, err
+			}
 		}
 	}
-	for _, r := range e.refs {
-		h.turns[r.Slot]++
-		delete(h.wrong, r.Slot)
-	}
-	h.index.insert(e)
-	return nil
 }
 
 // read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *RefusalError: the header is not what the

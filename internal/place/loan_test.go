@@ -66,6 +66,56 @@ func TestLoan(t *testing.T) {
 	require.ErrorIs(t, err, ErrMiss)
 }
 
+// Rule PLACE-13: what the host writes into a lent slot is resident if what was written later under its key has been given up; otherwise that
+// is, and the save is acknowledged only if that is the same block.
+func TestLoanMeetsALaterBlock(t *testing.T) {
+	for name, c := range map[string]struct {
+		later  Header
+		then   func(r *shelfRig)
+		done   bool
+		err    error
+		slot   Slot // that has the block
+		wanted error
+	}{
+		"given up":         {then: func(r *shelfRig) { r.shelf.Retire(0) }, done: true, slot: 3},
+		"there":            {done: true},
+		"there, until":     {later: Header{Expires: 9}, err: ErrGone},
+		"of another group": {later: Header{Group: 1}, err: ErrGone},
+		"damaged": {
+			then: func(r *shelfRig) { r.arena.Store(r.g.wordAt(0)+8, 7) },
+			err:  &RefusalError{0, HeaderLies}, wanted: ErrMiss,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newShelfRig(t)
+			loan, _ := r.lend(3)
+			s, err := r.host.Claim(loan, partOf(1), 0)
+			require.NoError(t, err)
+			r.shelf.Begin(0)
+			c.later.Key, c.later.Length = connector.StoreKey{1}, 1000
+			r.shelf.Publish(0, &c.later) // its serial is higher
+			require.NoError(t, r.host.Notice(&Notice{Slots: []Slot{0}}, 0))
+			if c.then != nil {
+				c.then(r)
+			}
+			done, err := s.Publish(0)
+			require.Equal(t, c.done, done)
+			require.Equal(t, c.err, err)
+			require.False(t, s.Lent(), "it is READY")
+			s.Drop()
+			refs, err := r.host.Find([]connector.StoreKey{{1}}, 0)
+			require.ErrorIs(t, err, c.wanted)
+			if err == nil {
+				require.Equal(t, c.slot, refs[0].Slot)
+			}
+			again, _ := r.lend(5)
+			s, err = r.host.Claim(again, partOf(1), 0)
+			require.NoError(t, err, "the save is over")
+			s.Drop()
+		})
+	}
+}
+
 // Rule PLACE-33: a slot whose save was given up is lent as it was, until it is given back.
 func TestLoanGivenBack(t *testing.T) {
 	r := newShelfRig(t)

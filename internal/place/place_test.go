@@ -52,6 +52,13 @@ func (p *pair) open() {
 	require.NoError(p.t, err)
 }
 
+// forge makes a slot READY with whatever header.
+func (p *pair) forge(s Slot, h Header) {
+	words := h.Encode(s, 5)
+	p.g.storeHeader(p.a, s, &words)
+	p.a.Store(p.g.wordAt(s), uint64(NewWord(5, Ready)))
+}
+
 // restart kills the plugin and starts its next life, which tells the host what it found.
 func (p *pair) restart() {
 	p.t.Helper()
@@ -345,6 +352,96 @@ func TestPromotion(t *testing.T) {
 	require.ErrorIs(t, err, ErrKnown, "a save was quicker")
 	require.Equal(t, Counts{Free: 2, Resident: 1}, p.whole())
 	p.want(1, 9)
+}
+
+// Rule PLACE-13: a block that was given up does not hide one with a lower serial from the host, although nobody has looked in between.
+func TestGivenUpGivesWay(t *testing.T) {
+	for name, told := range map[string]func(p *pair, n *Notice){
+		"notice": func(p *pair, n *Notice) { require.NoError(t, p.host.Notice(n, now)) },
+		"known": func(p *pair, _ *Notice) {
+			s := p.reserve(parts(1, 2)...)
+			a := p.plugin.Lend(s.Request(), 0)
+			v, err := s.Accept(&a, now)
+			require.NoError(t, err)
+			require.Equal(t, Known, v)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPair(t, 5)
+			p.save(1, false, parts(1)...)
+			p.save(2, false, parts(2)...)
+			f, err := p.plugin.Fill(Set{Parts: parts(1, 2)}) // into other slots
+			require.NoError(t, err)
+			fill(f.Bytes(0), 3)
+			fill(f.Bytes(1), 3)
+			p.plugin.Retire(p.plugin.Find(parts(1)))
+			p.plugin.Retire(p.plugin.Find(parts(2)))
+			n, err := f.Publish()
+			require.NoError(t, err)
+			told(p, &n)
+			p.want(1, 3)
+			p.want(2, 3)
+			require.Equal(t, 1, p.host.Resident())
+		})
+	}
+}
+
+// Rule PLACE-13: a notice of a block counts for nothing while there is a later one of its keys, also if that one's time is over.
+func TestLaterStays(t *testing.T) {
+	p := newPair(t, 3)
+	f, err := p.plugin.Fill(Set{Parts: parts(1)})
+	require.NoError(t, err)
+	n, err := f.Publish()
+	require.NoError(t, err)
+	s, err := p.host.Reserve(parts(1), 0, true)
+	require.NoError(t, err)
+	a := p.plugin.Lend(s.Request(), now+10)
+	_, err = s.Accept(&a, now)
+	require.NoError(t, err)
+	fill(s.Bytes(0), 2)
+	_, err = s.Publish(0)
+	require.NoError(t, err)
+	require.ErrorIs(t, p.host.Notice(&n, now), ErrGone, "the plugin has not given it up yet")
+	p.want(1, 2)
+	require.ErrorIs(t, p.host.Notice(&n, now+10), ErrGone)
+	_, err = p.host.Find(keysOf(parts(1)), now+10)
+	require.ErrorIs(t, err, ErrMiss)
+}
+
+// Rule PLACE-05: a save whose parts all lie under higher serials has succeeded; if one of them is missing, it has not.
+func TestSaveMeetsLaterBlocks(t *testing.T) {
+	for later, done := range map[int]bool{1: false, 2: true} {
+		p := newPair(t, 4)
+		s := p.grant(false, parts(1, 2)...)
+		serial := p.host.Draw(1)
+		for i, part := range parts(1, 2)[:later] {
+			p.forge(Slot(i), Header{Serial: serial, Key: part.Key, Length: part.Length, Group: part.Group, Parts: 1, Lead: Slot(i), Epoch: 1})
+			require.NoError(t, p.host.Notice(&Notice{Slots: []Slot{Slot(i)}}, now))
+		}
+		_, err := s.Publish(0)
+		require.NoError(t, err)
+		saved, err := s.Publish(1)
+		require.Equal(t, done, saved)
+		require.Equal(t, done, err == nil)
+		_, err = p.host.Find(keysOf(parts(1, 2)), now)
+		require.Equal(t, done, err == nil)
+	}
+}
+
+// What was given up meanwhile is not in the way, also if others came that were given up, too; but not for ever.
+func TestPreferTriesAgain(t *testing.T) {
+	p := newPair(t, 1)
+	for given, want := range map[int]error{tries: nil, tries + 1: ErrGone} {
+		inserted := 0
+		_, err := p.host.prefer(func() (higher []Ref, err error) {
+			if inserted++; inserted <= given {
+				return []Ref{{}}, nil
+			}
+			return nil, nil
+		})
+		require.ErrorIs(t, err, want)
+		require.Equal(t, tries+1, inserted)
+	}
 }
 
 // Rule PLACE-16.

@@ -2,7 +2,6 @@ package place
 
 import (
 	"errors"
-	"slices"
 
 	"github.com/kvport/kvport/connector"
 )
@@ -15,7 +14,7 @@ const tries = 3
 // the block is not offered again.
 func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 	for range tries {
-		refs, entries := h.lookUp(keys)
+		refs := h.lookUp(keys)
 		if len(refs) < len(keys) {
 			return nil, ErrMiss
 		}
@@ -23,7 +22,7 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 		if err == nil {
 			return refs, nil
 		}
-		h.forget(entries[at])
+		h.forget(&refs[at])
 		if !errors.Is(err, ErrGone) {
 			return nil, err
 		}
@@ -34,12 +33,12 @@ func (h *Host) Find(keys []connector.StoreKey, now int64) ([]Ref, error) {
 // Run is how many of the keys, from the first one on, are those of resident parts. It is otherwise as Find.
 func (h *Host) Run(keys []connector.StoreKey, now int64) (n int) {
 	for range tries {
-		refs, entries := h.lookUp(keys[n:])
+		refs := h.lookUp(keys[n:])
 		at, err := h.firstGone(refs, now)
 		if err == nil {
 			return n + len(refs)
 		}
-		h.forget(entries[at])
+		h.forget(&refs[at])
 		n += at
 	}
 	return n
@@ -50,14 +49,13 @@ func (h *Host) Run(keys []connector.StoreKey, now int64) (n int) {
 func (h *Host) Drop(r Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	e := h.index.slots[r.Slot]
-	if e == nil || !slices.Contains(e.refs, r) {
+	if !h.index.has(&r) {
 		return
 	}
-	for _, r := range e.refs {
-		h.wrong[r.Slot] = r.generation
+	for _, part := range h.index.block(r.Slot) {
+		h.wrong[part.Slot] = part.generation
 	}
-	h.index.remove(e)
+	h.index.vacate(r.Slot)
 }
 
 // Wrong says whether some slot is known not to hold what its header says (see Drop), and has had no other use since.
@@ -87,7 +85,7 @@ func (h *Host) anyWrong() (s Slot, generation uint64, ok bool) {
 	return 0, 0, false
 }
 
-func (h *Host) lookUp(keys []connector.StoreKey) ([]Ref, []*entry) {
+func (h *Host) lookUp(keys []connector.StoreKey) []Ref {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.index.find(keys)
@@ -102,10 +100,12 @@ func (h *Host) firstGone(refs []Ref, now int64) (at int, err error) {
 	return 0, nil
 }
 
-func (h *Host) forget(e *entry) {
+func (h *Host) forget(r *Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.index.remove(e)
+	if h.index.has(r) {
+		h.index.vacate(r.Slot)
+	}
 }
 
 // verify says whether a slot holds the part of a reference: READY, in its generation, with its header.

@@ -8,22 +8,19 @@ import (
 )
 
 // recover takes the slots over from the life before. What it left is not trusted: a header counts only with its check,
-// a block only with all its parts, and of a key only the block with the highest serial. Every other slot is
-// retired, whatever its word says, and waits for its readers.
+// a block only with all its parts, and of a key only the block with the highest serial, also if that is not kept: what it has replaced does
+// not come back. Every other slot is retired, whatever its word says, and waits for its readers.
 func (p *Plugin) recover(drawn uint64, now int64) {
-	found, over := p.left(drawn, now)
-	sets := together(found)
-	slices.SortFunc(sets, func(a, b *Set) int {
-		return cmp.Or(cmp.Compare(b.Serial, a.Serial), cmp.Compare(a.Slots[0], b.Slots[0]))
-	})
-	kept := map[Slot]bool{}
-	for _, s := range sets {
-		if p.overlaps(s) || s.older(over) {
-			continue
-		}
+	found := p.left(drawn)
+	kept, seen := map[Slot]bool{}, map[connector.StoreKey]bool{}
+	for _, s := range latest(together(found), now) {
+		keep := !s.expired(now) && !slices.ContainsFunc(s.Parts, func(part Part) bool { return seen[part.Key] })
 		for i, slot := range s.Slots {
-			p.resident[s.Parts[i].Key] = s
-			kept[slot] = true
+			seen[s.Parts[i].Key] = true
+			if keep {
+				p.resident[s.Parts[i].Key] = s
+				kept[slot] = true
+			}
 		}
 	}
 	for s := range Slot(p.g.Slots) {
@@ -34,10 +31,9 @@ func (p *Plugin) recover(drawn uint64, now int64) {
 	p.Sweep()
 }
 
-// left are the headers of blocks that the life before has left. over are the highest serials of those whose time is over, by key: what they
-// have replaced does not come back.
-func (p *Plugin) left(drawn uint64, now int64) (found map[Slot]Header, over map[connector.StoreKey]uint64) {
-	found, over = map[Slot]Header{}, map[connector.StoreKey]uint64{}
+// left are the headers of blocks that the life before has left, also of those whose time is over.
+func (p *Plugin) left(drawn uint64) (found map[Slot]Header) {
+	found = map[Slot]Header{}
 	for s := range Slot(p.g.Slots) {
 		w := Word(p.arena.Load(p.g.wordAt(s)))
 		if w.State() == Free {
@@ -46,17 +42,13 @@ func (p *Plugin) left(drawn uint64, now int64) (found map[Slot]Header, over map[
 		}
 		var h Header
 		words := p.g.loadHeader(p.arena, s)
-		right := w.State() == Ready && h.decode(p.g, s, w.Generation(), &words) && h.Epoch == p.epoch && h.Serial <= drawn
-		if right && !h.expired(now) {
+		if w.State() == Ready && h.decode(p.g, s, w.Generation(), &words) && h.Epoch == p.epoch && h.Serial <= drawn {
 			found[s] = h
 			continue
 		}
-		if right {
-			over[h.Key] = max(over[h.Key], h.Serial)
-		}
 		p.discard(s, w)
 	}
-	return found, over
+	return found
 }
 
 // discard retires a slot, in its generation if it is retired already.
@@ -67,14 +59,21 @@ func (p *Plugin) discard(s Slot, w Word) {
 	p.retired = append(p.retired, s)
 }
 
-func (p *Plugin) overlaps(s *Set) bool {
-	return slices.ContainsFunc(s.Parts, func(part Part) bool { return p.resident[part.Key] != nil })
+// latest sorts sets: first the highest serials, and of those that are equal first what has not expired.
+func latest(sets []*Set, now int64) []*Set {
+	last := func(s *Set) int {
+		if s.expired(now) {
+			return 1
+		}
+		return 0
+	}
+	slices.SortFunc(sets, func(a, b *Set) int {
+		return cmp.Or(cmp.Compare(b.Serial, a.Serial), cmp.Compare(last(a), last(b)), cmp.Compare(a.Slots[0], b.Slots[0]))
+	})
+	return sets
 }
 
-// older says whether one of the parts was saved again later.
-func (s *Set) older(later map[connector.StoreKey]uint64) bool {
-	return slices.ContainsFunc(s.Parts, func(part Part) bool { return later[part.Key] > s.Serial })
-}
+func (s *Set) expired(now int64) bool { return s.Expires != 0 && s.Expires <= now }
 
 // together are the sets all of whose parts were found.
 func together(found map[Slot]Header) (sets []*Set) {

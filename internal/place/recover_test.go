@@ -2,6 +2,7 @@ package place
 
 import (
 	"encoding/binary"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -54,6 +55,62 @@ func TestRecover(t *testing.T) {
 	require.Equal(t, Counts{Free: 7, Resident: 3}, p.whole())
 }
 
+// Rule PLACE-07: a replacement that was never whole takes nothing with it when its time is over; a whole one does.
+func TestRecoverFromHalfAReplacement(t *testing.T) {
+	for written, kept := range []int{2, 2, 0} {
+		p := newPair(t, 4)
+		p.save(1, false, parts(1, 2)...)
+		s, err := p.host.Reserve(parts(1, 2), 0, true)
+		require.NoError(t, err)
+		a := p.plugin.Lend(s.Request(), now-1)
+		_, err = s.Accept(&a, now-2)
+		require.NoError(t, err)
+		for part := range written {
+			fill(s.Bytes(part), 2)
+			_, err = s.Publish(part)
+			require.NoError(t, err)
+		}
+		s.Drop()
+		p.restart()
+		require.Equal(t, Counts{Free: 4 - kept, Resident: kept}, p.whole(), "%d parts of it", written)
+		if kept > 0 {
+			p.want(1, 1)
+			p.want(2, 1)
+		}
+	}
+}
+
+// Rule PLACE-07: a whole block hides what it replaced, also if it is not kept itself; of blocks with the same serial one whose time is over hides
+// nothing.
+func TestRecoverFromReplacements(t *testing.T) {
+	block := func(serial uint64, expires int64, lead Slot, keys ...byte) (list []Header) {
+		for i, k := range keys {
+			list = append(list, Header{Serial: serial, Expires: expires, Key: key(k), Part: uint16(i), Parts: uint16(len(keys)), Lead: lead, Epoch: 1})
+		}
+		return list
+	}
+	for name, c := range map[string]struct {
+		blocks [][]Header
+		kept   byte
+	}{
+		"its time is over":    {[][]Header{block(5, 0, 0, 1, 2), block(10, now-1, 2, 2, 3), block(12, 0, 4, 3)}, 3},
+		"a part was replaced": {[][]Header{block(5, 0, 0, 1, 2), block(10, 0, 2, 2, 3), block(12, 0, 4, 3)}, 3},
+		"no order":            {[][]Header{block(0, now-1, 0, 4), block(0, 0, 1, 4)}, 4},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPair(t, 5)
+			for s, h := range slices.Concat(c.blocks...) {
+				p.forge(Slot(s), h)
+			}
+			var err error
+			p.plugin, err = Open(p.a, p.w, p.g, Opening{Epoch: 1, Serial: 20}, now)
+			require.NoError(t, err)
+			require.Equal(t, Counts{Free: 4, Resident: 1}, p.whole())
+			require.NotNil(t, p.plugin.Find([]Part{{Key: key(c.kept)}}))
+		})
+	}
+}
+
 // A former life wrote whatever it liked.
 func TestRecoverFromDamage(t *testing.T) {
 	for at := range int64(8 * (1 + headerWords)) {
@@ -91,9 +148,7 @@ func TestRecoverFromForgery(t *testing.T) {
 	} {
 		for s, h := range list {
 			h.Epoch++
-			words := h.Encode(Slot(s), 5)
-			p.g.storeHeader(p.a, Slot(s), &words)
-			p.a.Store(p.g.wordAt(Slot(s)), uint64(NewWord(5, Ready)))
+			p.forge(Slot(s), h)
 		}
 		var err error
 		p.plugin, err = Open(p.a, p.w, p.g, Opening{Epoch: 1, Serial: 9}, now)

@@ -27,6 +27,7 @@ func TestRefusedAnswers(t *testing.T) {
 		{"no verdict", func(_ *pair, a Answer) Answer { a.Verdict = 0; return a }, RefusalError{0, NoVerdict}},
 		{"another verdict", func(_ *pair, a Answer) Answer { a.Verdict = 9; return a }, RefusalError{0, NoVerdict}},
 		{"known beyond the last", func(_ *pair, a Answer) Answer { a.Verdict, a.Slots = Known, []Slot{6, 8}; return a }, RefusalError{8, OutOfRange}},
+		{"known in one slot twice", func(_ *pair, a Answer) Answer { a.Verdict, a.Slots = Known, []Slot{6, 6}; return a }, RefusalError{0, Count}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPair(t, 8)
@@ -59,7 +60,7 @@ func TestKnownIsLookedAt(t *testing.T) {
 	p := newPair(t, 4)
 	p.save(1, false, parts(1, 2)...)
 	slots := p.plugin.Find(parts(1, 2)).Slots
-	for _, lie := range [][]Slot{{slots[1], slots[0]}, slots[:1], {0, 1}, {slots[0], slots[0]}} {
+	for _, lie := range [][]Slot{{slots[1], slots[0]}, slots[:1], {0, 1}} {
 		s := p.reserve(parts(3, 4)[:len(lie)]...)
 		_, err := s.Accept(&Answer{Verdict: Known, Slots: lie}, now)
 		require.ErrorIs(t, err, ErrGone)
@@ -69,6 +70,33 @@ func TestKnownIsLookedAt(t *testing.T) {
 	_, err := s.Accept(&Answer{Verdict: Known, Slots: slots}, now)
 	require.ErrorIs(t, err, ErrGone, "that is another block")
 	p.gone(3)
+}
+
+// flips changes the header of slot 0 whenever somebody begins to read it.
+type flips struct {
+	Memory
+	p *pair
+	n byte
+}
+
+// Load is Memory's.
+func (f *flips) Load(at int64) uint64 {
+	if at == f.p.g.wordAt(0) {
+		f.p.forge(0, Header{Serial: 1, Key: key(f.n + 1), Length: 100, Part: uint16(f.n), Parts: 3, Epoch: 1})
+		f.n = (f.n + 1) % 3
+	}
+	return f.Memory.Load(at)
+}
+
+// Rule PLACE-09: one slot is not many, whatever it seems to hold; an index that believed that would search without end.
+func TestOneSlotForManyParts(t *testing.T) {
+	p := newPair(t, 2)
+	p.host.Draw(1)
+	p.host.arena = &flips{Memory: p.a, p: p}
+	for _, slots := range [][]Slot{{0, 0, 0}, {0, 1, 0}} {
+		require.Equal(t, &RefusalError{Reason: Count}, p.host.Notice(&Notice{Slots: slots}, now))
+		p.gone(4)
+	}
 }
 
 // Rule PLACE-09: a word that changes while it is lent is nobody's block.
@@ -158,13 +186,13 @@ func TestNoticeMeetsSave(t *testing.T) {
 	require.NoError(t, err)
 	began, err := p.host.look(n.Slots)
 	require.NoError(t, err)
-	e := &entry{refs: []Ref{{Slot: 0, Part: parts(1)[0], generation: 1}}}
+	refs := []Ref{{Slot: 0, Part: parts(1)[0], generation: 1}}
 	p.plugin.Retire(p.plugin.Find(parts(1)))
 	s := p.grant(false, parts(2)...)
 	require.ErrorIs(t, p.host.Notice(&n, now), ErrGone, "the slot is being written")
 	_, err = s.Publish(0)
 	require.NoError(t, err)
-	require.ErrorIs(t, p.host.enter(e, &began), ErrGone)
+	require.ErrorIs(t, p.host.enter(refs, &began), ErrGone)
 	p.want(2, 0)
 }
 

@@ -2,7 +2,10 @@ package place
 
 import (
 	"fmt"
+	"math"
 	"slices"
+
+	"github.com/kvport/kvport/connector"
 )
 
 // Save is one block on its way from the host into slots.
@@ -164,7 +167,9 @@ func (s *Save) Bytes(part int) []byte {
 
 // Publish makes a part READY whose bytes and digests are written; a copy past the caches ends with an SFENCE. With the
 // last part the block is resident (done), and then the save may be acknowledged, not before (rule PLACE-05). Ranks may
-// publish their parts at the same time. Errors wrap ErrReset, ErrVoid or ErrRefused; Drop follows.
+// publish their parts at the same time. Errors wrap ErrReset, ErrVoid, ErrRefused (by the slot, or by a block with a higher serial that was
+// in its way), or ErrGone: a block with a higher serial has one of its keys, and other parts, or a time at which it expires. Drop follows. The
+// slot may be READY then, and the plugin keeps or gives up what it finds there.
 func (s *Save) Publish(part int) (done bool, err error) {
 	h := s.h
 	if err := s.may(part); err != nil {
@@ -187,7 +192,10 @@ func (s *Save) Publish(part int) (done bool, err error) {
 	if !h.arena.CompareAndSwap(h.g.wordAt(r.Slot), uint64(lent), uint64(lent.as(Ready))) {
 		return false, &RefusalError{Slot: r.Slot, Reason: WordChanged}
 	}
-	return s.arrived()
+	if last, err := s.arrived(); !last || err != nil {
+		return false, err
+	}
+	return s.finish()
 }
 
 // stale says whether everything was dropped since the save began. The caller holds the host's lock.
@@ -207,29 +215,74 @@ func (s *Save) may(part int) error {
 	return nil
 }
 
-// arrived counts a part that is READY, and puts the block into the index when all are.
-func (s *Save) arrived() (done bool, err error) {
+// arrived counts a part that is READY, and says whether it is the last one.
+func (s *Save) arrived() (last bool, err error) {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	if err := s.ended(); err != nil {
+		return false, err
+	}
+	s.left--
+	return s.left == 0, nil
+}
+
+// ended is why a save does not succeed any more, or nil. The caller holds the host's lock.
+func (s *Save) ended() error {
+	switch {
+	case s.over:
+		return ErrVoid
+	case s.stale():
+		return ErrReset
+	}
+	return nil
+}
+
+// finish puts a block into the index all of whose parts are READY.
+func (s *Save) finish() (done bool, err error) {
 	h := s.h
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if s.over {
-		return false, ErrVoid
-	}
-	if s.stale() {
-		return false, ErrReset
-	}
-	if s.left--; s.left > 0 {
-		return false, nil
-	}
-	for i := range s.refs {
-		if h.writing[s.refs[i].Slot] != s { // the plugin has given the block up already, and lent the slot again
-			s.endLocked()
-			return true, nil
+	higher, err := h.prefer(func() (higher []Ref, err error) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if err := s.ended(); err != nil {
+			return nil, err
 		}
+		for i := range s.refs {
+			if h.writing[s.refs[i].Slot] != s { // the plugin has given the block up already, and lent the slot again
+				s.endLocked()
+				return nil, nil
+			}
+		}
+		if higher = h.index.insert(s.refs); len(higher) == 0 {
+			s.endLocked()
+		}
+		return higher, nil
+	})
+	if s.covered(higher) {
+		return true, nil
 	}
-	h.index.insert(&entry{serial: s.request.Serial, refs: s.refs})
+	return err == nil, err
+}
+
+// covered says whether blocks with higher serials have all parts of the save, and ends it then: what was saved is resident, in their slots. One
+// that will expire does not count: what time it is, nobody says here.
+func (s *Save) covered(higher []Ref) bool {
+	if len(higher) != len(s.refs) {
+		return false
+	}
+	keys := make([]connector.StoreKey, len(higher))
+	for i := range higher {
+		if higher[i].Part != s.refs[i].Part || s.h.verify(&higher[i], math.MaxInt64) != nil {
+			return false
+		}
+		keys[i] = higher[i].Part.Key
+	}
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	if s.ended() != nil || !slices.Equal(s.h.index.find(keys), higher) {
+		return false
+	}
 	s.endLocked()
-	return true, nil
+	return true
 }
 
 // Lent says whether the slot of a save that Claim has begun is lent as it was: its word was not touched.

@@ -125,6 +125,9 @@ func (l *lane) evict() {
 	l.p.Retire(s)
 	w.takeBack(b)
 	w.evicted[b]++
+	if w.rng.IntN(4) == 0 { // before anybody has looked
+		l.promote(b)
+	}
 }
 
 // promote brings a block back from disk.

@@ -24,6 +24,7 @@ type shared struct {
 	mutant       Mutant
 	careful      bool // the plugin is supposed to look at pins, and to write its own slots only
 	careless     bool // it takes every pin for 0
+	liar         bool // it lies
 	copying      []int
 	owner        []*actor // the writer of the host that a slot is lent to
 	current      *actor   // who runs; nil: nobody is asked to wait
@@ -90,14 +91,19 @@ func (v *view) mem() place.Memory {
 }
 
 func (v *view) before(at int64, write, locked bool) {
+	v.turn(at, write, locked)
+	if write {
+		v.may(at)
+	}
+}
+
+// turn waits until it is this access's turn.
+func (v *view) turn(at int64, write, locked bool) {
 	if at < 0 || at%8 != 0 || at > v.mem().Size()-8 {
 		v.s.fail("an access at %d, outside the memory", at)
 	}
 	if a := v.s.current; a != nil {
 		a.before(access{at: at, words: v.words, write: write, locked: locked})
-	}
-	if write {
-		v.may(at)
 	}
 }
 
@@ -216,10 +222,18 @@ func (v *view) changed(at int64, value uint64) uint64 {
 	return value
 }
 
-// CompareAndSwap is one access, which waits for the stores before it.
+// CompareAndSwap is one access, which waits for the stores before it. A plugin that lies may have lent the slot to another save before this
+// one has published it: then it is no fault of the host if it fails, and writes nothing.
 func (v *view) CompareAndSwap(at int64, old, with uint64) bool {
-	v.before(at, true, true)
-	return v.mem().CompareAndSwap(at, old, v.changed(at, with))
+	v.turn(at, true, true)
+	if !v.s.liar {
+		v.may(at)
+	}
+	ok := v.mem().CompareAndSwap(at, old, v.changed(at, with))
+	if ok && v.s.liar {
+		v.may(at)
+	}
+	return ok
 }
 
 // Add is one access, which waits for the stores before it.

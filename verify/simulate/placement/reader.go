@@ -6,9 +6,13 @@ import (
 	"github.com/kvport/kvport/internal/place"
 )
 
-// reads looks up blocks and copies them, as long as the world goes on.
+// reads looks up blocks and copies them, as long as the world goes on. In some worlds it rests in between: then the index holds for long what
+// has been given up.
 func (w *world) reads() {
 	for !w.ending {
+		for range w.rng.IntN(w.rest) {
+			w.current.before(access{wait: yes})
+		}
 		w.readBlock(w.rng.IntN(blocks))
 	}
 }

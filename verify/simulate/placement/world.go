@@ -53,6 +53,7 @@ type world struct {
 	life    int
 	ending  bool
 	liars   bool // the life that runs lies
+	rest    int  // more than a reader rests between two lookups
 	epoch   uint64
 
 	stamp    uint64
@@ -109,10 +110,10 @@ func newWorld(o Options) (*world, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.careless = o.Careless
+	s.careless, s.liar = o.Careless, o.Liar
 	s.careful = !o.Careless && !o.Liar
 	w := &world{
-		shared: s, o: o, rng: rng, now: 1000, epoch: 1, liars: o.Liar,
+		shared: s, o: o, rng: rng, now: 1000, epoch: 1, liars: o.Liar, rest: 1 + 100*int(o.Seed%4/3),
 		signed: map[uint64]bool{}, disk: map[int]stored{}, answers: map[uint64]place.Answer{},
 	}
 	arena, words := s.views(false)
