@@ -90,10 +90,15 @@ func (p *placed) against(ctx context.Context, r *fixture.Rival, at installed, n 
 		if r.Placed > 0 {
 			c.budget = atLeast(r.Placed)
 		}
-		if c.value, c.limit, err = p.duel(ctx, n, way.ours, func() (float64, error) { return theirs.ask(way.theirs) }); err != nil {
-			return reason(err)
-		}
 		name := fmt.Sprintf("%s of %d x %s, hot : %s", way.name, n, p.shape.name, r.Name)
+		c.value, c.limit, err = p.duel(ctx, n, way.ours, func() (float64, error) { return theirs.ask(way.theirs) })
+		if err != nil {
+			why, err := reason(err)
+			if err != nil {
+				return "", err
+			}
+			return "", p.Emit(absent(name, why))
+		}
 		if err := p.beside(name, p.shape.block()*int64(n), c); err != nil {
 			return "", err
 		}
