@@ -75,13 +75,41 @@ func requireRows(t *testing.T, rows []Row, names ...string) {
 
 func TestPlaced(t *testing.T) {
 	emit, rows := collect()
-	require.NoError(t, Placed(t.Context(), PlacedOptions{Model: tiny, Threads: 2, PluginPath: []string{pluginFolder}, Quick: true, Emit: emit}))
+	dir := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "peers.json"), []byte(`{"lmcache":{"absent":"too large"}}`), 0o600))
+	o := PlacedOptions{Model: tiny, Threads: 2, PluginPath: []string{pluginFolder}, Peers: true, PeersDir: dir, Quick: true, Emit: emit}
+	require.NoError(t, Placed(t.Context(), o))
+	for _, want := range []string{"1 x 48 KB : lmcache (too large)", "1 x 48 KB : mooncake (" + notInstalled + ")"} {
+		require.True(t, slices.ContainsFunc(*rows, func(r Row) bool { return r.Name == want && r.Unit == "absent" }), want)
+	}
 	requireRows(t, *rows, "save of 1 x 48 KB, the first into its memory",
 		"lookup of 32 keys of 48 KB, after 20ms of other work", "lookup of 128 keys of 48 KB, hot, processor time",
 		"load of 128 x 48 KB, after 20ms of other work", "load of 128 x 48 KB, hot : copy, then digest, 95 % to",
 		"ITL beside loads of 32 x 48 KB without end, 95 % to", "loads of 32 x 48 KB beside decoding : copies beside it",
 		"load of all batches of 737 KB, hot, 95 % from", "save of 32 x 737 KB, hot, processor time : copy, then digest")
 	require.False(t, slices.ContainsFunc(*rows, func(r Row) bool { return strings.Contains(r.Name, "8 MiB") }))
+	o.Only = "9 MiB"
+	require.ErrorContains(t, Placed(t.Context(), o), "no size of blocks has \"9 MiB\" in it")
+}
+
+// Another store moves the same blocks in turns with ours. One that ends, or is not there, says so in a row.
+func TestPlacedBesidePeer(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3")
+	}
+	emit, _ := collect()
+	p, err := openPlaced(t.Context(), PlacedOptions{PluginPath: []string{pluginFolder}, Quick: true, Emit: emit}, placedShape{shape{"48 KB", 2, 24 << 10, 0}, []int{1, 8}})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, p.close()) }()
+	require.NoError(t, p.fill(t.Context()))
+	ours, theirs, err := p.duel(t.Context(), 2, p.load, func() (float64, error) { return 0.5, nil })
+	require.NoError(t, err)
+	require.Len(t, ours, 3)
+	require.Equal(t, []float64{500_000, 500_000, 500_000}, theirs)
+	why, err := p.against(t.Context(), &fixture.Rival{Name: "nobody"}, installed{Python: python}, 1)
+	require.NoError(t, err)
+	require.NotEmpty(t, why)
 }
 
 func TestTransfer(t *testing.T) {

@@ -73,6 +73,9 @@ type placed struct {
 // slots are lent.
 // The limits copy the same bytes between memory of the same kind with as many threads.
 func Placed(ctx context.Context, o PlacedOptions) error {
+	if !slices.ContainsFunc(placedShapes(), func(s placedShape) bool { return strings.Contains(s.name, o.Only) }) {
+		return fmt.Errorf("no size of blocks has %q in it: 48 KB, 737 KB, 1.41 MiB and 8 MiB are measured", o.Only)
+	}
 	for _, s := range placedShapes() {
 		if o.Quick && s.block() > 1<<20 || !strings.Contains(s.name, o.Only) {
 			continue

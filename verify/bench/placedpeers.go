@@ -11,14 +11,17 @@ import (
 )
 
 // comparedShapes are the blocks that other people's stores are compared with, as in Store, and how many of them are moved at once.
-func comparedShapes() map[string][]int {
+func comparedShapes(quick bool) map[string][]int {
+	if quick {
+		return map[string][]int{"48 KB": {1}}
+	}
 	return map[string][]int{"1.41 MiB": {1, 8}, "8 MiB": {1, 4}}
 }
 
 // peers measures other people's stores beside ours: loads, of which the host reads what the plugin has placed, and saves. Ours have digests, and theirs have
 // none.
 func (p *placed) peers(ctx context.Context) error {
-	batches := comparedShapes()[p.shape.name]
+	batches := comparedShapes(p.Quick)[p.shape.name]
 	if !p.Peers || len(batches) == 0 {
 		return nil
 	}
@@ -90,14 +93,17 @@ func (p *placed) against(ctx context.Context, r *fixture.Rival, at installed, n 
 		if r.Placed > 0 {
 			c.budget = atLeast(r.Placed)
 		}
-		name := fmt.Sprintf("%s of %d x %s, hot : %s", way.name, n, p.shape.name, r.Name)
+		name := fmt.Sprintf("%s of %d x %s, in turns : %s", way.name, n, p.shape.name, r.Name)
 		c.value, c.limit, err = p.duel(ctx, n, way.ours, func() (float64, error) { return theirs.ask(way.theirs) })
 		if err != nil {
 			why, err := reason(err)
 			if err != nil {
 				return "", err
 			}
-			return "", p.Emit(absent(name, why))
+			if err := p.Emit(absent(name, why)); err != nil {
+				return "", err
+			}
+			continue
 		}
 		if err := p.beside(name, p.shape.block()*int64(n), c); err != nil {
 			return "", err
