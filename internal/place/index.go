@@ -67,22 +67,28 @@ func (x *index) earlier(s Slot) bool {
 
 func (x *index) peer(s Slot) Slot { return Slot(x.slots[s].peer - 1) }
 
-// insert adds a block, all of its parts, unless others with a higher serial have some of its keys: then it is those, and nothing is added.
-// Whatever its slots held before is gone.
-func (x *index) insert(refs []Ref) (higher []Ref) {
+// room drops what the slots of a block held before, and says which others have some of its keys: those with higher serials and those with lower ones.
+func (x *index) room(refs []Ref) (higher, lower []Ref) {
 	x.used = true
 	for i := range refs {
 		x.vacate(refs[i].Slot)
 	}
 	for i := range refs {
 		r := &refs[i]
-		if old, ok := x.slot(*x.head(&r.Part.Key), &r.Part.Key); ok && x.slots[old].serial > r.serial {
+		old, ok := x.slot(*x.head(&r.Part.Key), &r.Part.Key)
+		switch {
+		case !ok:
+		case x.slots[old].serial > r.serial:
 			higher = append(higher, x.ref(old))
+		default:
+			lower = append(lower, x.ref(old))
 		}
 	}
-	if len(higher) > 0 {
-		return higher
-	}
+	return higher, lower
+}
+
+// insert adds a block, all of its parts, for which there is room: its keys are found there from now on.
+func (x *index) insert(refs []Ref) {
 	for i := range refs {
 		r := &refs[i]
 		x.slots[r.Slot] = resident{
@@ -97,7 +103,6 @@ func (x *index) insert(refs []Ref) (higher []Ref) {
 		}
 		x.list(r.Slot)
 	}
-	return nil
 }
 
 // clear drops all blocks, in place: there may be gigabytes of them, and a lock is held.

@@ -107,53 +107,83 @@ func (h *Host) look(slots []Slot) (moment, error) {
 // enter puts a block into the index if there was no reset, and none of its slots got another use, since the host began to
 // look at them, none is known to hold other bytes, and no block with a higher serial has one of its keys.
 func (h *Host) enter(refs []Ref, began *moment) error {
-	_, err := h.prefer(func() (higher []Ref, err error) {
-		h.mu.Lock()
-		defer h.mu.Unlock()
+	_, err := h.insert(refs, func() error {
 		if h.epoch != began.epoch {
-			return nil, ErrGone
+			return ErrGone
 		}
 		for i, r := range refs {
 			generation, wrong := h.wrong[r.Slot]
 			if h.turns[r.Slot] != began.turns[i] || wrong && generation == r.generation {
-				return nil, ErrGone
+				return ErrGone
 			}
 		}
-		if higher = h.index.insert(refs); len(higher) > 0 {
-			return higher, nil
-		}
+		return nil
+	}, func() {
 		for _, r := range refs {
 			h.turns[r.Slot]++
 			delete(h.wrong, r.Slot)
 		}
-		return nil, nil
 	})
 	return err
 }
 
-// prefer calls insert, which puts a block into the index or says which blocks with higher serials have its keys. Those of them that the plugin
-// has given up give way: nobody may have looked at them since. ErrGone: these are in the way, also if their time is over (rule PLACE-13). A
-// *RefusalError: the header of one of them lies; it is not offered again.
-func (h *Host) prefer(insert func() (higher []Ref, err error)) (higher []Ref, err error) {
+// insert puts a block into the index, if may allows it, and calls then; the caller's functions are called with the host's lock. Blocks with higher
+// serials that have its keys stay, unless the plugin has given them up: nobody may have looked at them since. ErrGone: these are in the way, also if
+// their time is over (rule PLACE-13), or the block itself has been given up. A *RefusalError: the header of one of them lies; it is not offered again.
+func (h *Host) insert(refs []Ref, may func() error, then func()) (higher []Ref, err error) {
+	var seen []Ref // with lower serials, that were placed before the block was last looked at
 	for try := 0; ; try++ {
-		higher, err = insert()
+		hidden := func(lower []Ref) bool { return try == tries || len(lower) == 0 || slices.Equal(lower, seen) }
+		higher, lower, err := h.tryInsert(refs, hidden, may, then)
 		switch {
-		case err != nil || len(higher) == 0:
+		case err != nil:
 			return nil, err
-		case try == tries:
+		case len(higher) > 0 && try == tries:
 			return higher, ErrGone
+		case len(higher) > 0:
+			if err := h.giveWay(higher); err != nil {
+				return higher, err
+			}
+			continue
+		case hidden(lower):
+			return nil, nil
 		}
-		for i := range higher {
-			err := h.verify(&higher[i], 0)
-			if err == nil {
-				return higher, ErrGone
-			}
-			h.forget(&higher[i])
-			if !errors.Is(err, ErrGone) {
-				return nil, err
-			}
+		// What has a lower serial may have been placed since the block was given up. Nobody else would find out that it is hidden.
+		if _, err := h.firstGone(refs, 0); errors.Is(err, ErrGone) {
+			return nil, err
+		}
+		seen = lower
+	}
+}
+
+// tryInsert inserts a block, unless there are others with higher serials, or those with lower ones must not be hidden.
+func (h *Host) tryInsert(refs []Ref, hidden func(lower []Ref) bool, may func() error, then func()) (higher, lower []Ref, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := may(); err != nil {
+		return nil, nil, err
+	}
+	higher, lower = h.index.room(refs)
+	if len(higher) == 0 && hidden(lower) {
+		h.index.insert(refs)
+		then()
+	}
+	return higher, lower, nil
+}
+
+// giveWay forgets blocks that the plugin has given up. ErrGone: one is there.
+func (h *Host) giveWay(refs []Ref) error {
+	for i := range refs {
+		err := h.verify(&refs[i], 0)
+		if err == nil {
+			return ErrGone
+		}
+		h.forget(&refs[i])
+		if !errors.Is(err, ErrGone) {
+			return err
 		}
 	}
+	return nil
 }
 
 // read is the header of a READY slot. ErrGone: it is not READY, or is not any more. A *RefusalError: the header is not what the

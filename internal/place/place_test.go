@@ -386,6 +386,37 @@ func TestGivenUpGivesWay(t *testing.T) {
 	}
 }
 
+// Rules PLACE-05 and PLACE-13: a block that is given up after the host has looked at it, and before it comes into the index, hides nothing that
+// was placed since.
+func TestGivenUpMeanwhile(t *testing.T) {
+	r := newShelfRig(t)
+	for name, given := range map[string]bool{"given up": true, "there": false} {
+		loan, _ := r.lend(3)
+		r.shelf.Begin(0)
+		r.shelf.Publish(0, &Header{Key: connector.StoreKey{1}, Length: 1000}) // its serial is higher
+		began, err := r.host.look([]Slot{0})
+		require.NoError(t, err)
+		head, word, err := r.host.read(0)
+		require.NoError(t, err)
+		later := []Ref{{Slot: 0, Part: head.part(), serial: head.Serial, generation: word.Generation()}}
+		if given {
+			r.shelf.Retire(0)
+		}
+		r.saveLent(loan, 1)
+		err = r.host.enter(later, &began)
+		refs, found := r.host.Find([]connector.StoreKey{{1}}, 0)
+		require.NoError(t, found, name)
+		if given {
+			require.ErrorIs(t, err, ErrGone)
+			require.Equal(t, Slot(3), refs[0].Slot, name)
+			r.shelf.Retire(3)
+			continue
+		}
+		require.NoError(t, err)
+		require.Equal(t, Slot(0), refs[0].Slot, name)
+	}
+}
+
 // Rule PLACE-13: a notice of a block counts for nothing while there is a later one of its keys, also if that one's time is over.
 func TestLaterStays(t *testing.T) {
 	p := newPair(t, 3)
@@ -429,18 +460,20 @@ func TestSaveMeetsLaterBlocks(t *testing.T) {
 }
 
 // What was given up meanwhile is not in the way, also if others came that were given up, too; but not for ever.
-func TestPreferTriesAgain(t *testing.T) {
-	p := newPair(t, 1)
+func TestInsertTriesAgain(t *testing.T) {
 	for given, want := range map[int]error{tries: nil, tries + 1: ErrGone} {
-		inserted := 0
-		_, err := p.host.prefer(func() (higher []Ref, err error) {
-			if inserted++; inserted <= given {
-				return []Ref{{}}, nil
+		p := newPair(t, 2)
+		block := func(s Slot, serial uint64) []Ref { return []Ref{{Slot: s, Part: parts(1)[0], serial: serial}} }
+		tried, inserted := 0, 0
+		_, err := p.host.insert(block(1, 1), func() error {
+			if tried++; tried <= given {
+				p.host.index.insert(block(0, 2)) // its slot is free
 			}
-			return nil, nil
-		})
-		require.ErrorIs(t, err, want)
-		require.Equal(t, tries+1, inserted)
+			return nil
+		}, func() { inserted++ })
+		require.Equal(t, want, err)
+		require.Equal(t, tries+1, tried)
+		require.Equal(t, want == nil, inserted == 1)
 	}
 }
 

@@ -1,6 +1,7 @@
 package place
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -240,27 +241,35 @@ func (s *Save) ended() error {
 // finish puts a block into the index all of whose parts are READY.
 func (s *Save) finish() (done bool, err error) {
 	h := s.h
-	higher, err := h.prefer(func() (higher []Ref, err error) {
-		h.mu.Lock()
-		defer h.mu.Unlock()
+	higher, err := h.insert(s.refs, func() error {
 		if err := s.ended(); err != nil {
-			return nil, err
+			return err
 		}
 		for i := range s.refs {
-			if h.writing[s.refs[i].Slot] != s { // the plugin has given the block up already, and lent the slot again
-				s.endLocked()
-				return nil, nil
+			if h.writing[s.refs[i].Slot] != s { // it was lent again
+				return ErrGone
 			}
 		}
-		if higher = h.index.insert(s.refs); len(higher) == 0 {
-			s.endLocked()
-		}
-		return higher, nil
-	})
-	if s.covered(higher) {
+		return nil
+	}, s.endLocked)
+	switch {
+	case s.covered(higher):
 		return true, nil
+	case higher == nil && errors.Is(err, ErrGone): // it was resident, and the plugin has given it up already
+		return s.succeed()
 	}
 	return err == nil, err
+}
+
+// succeed ends a save whose block was resident, unless it is over.
+func (s *Save) succeed() (done bool, err error) {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	if err := s.ended(); err != nil {
+		return false, err
+	}
+	s.endLocked()
+	return true, nil
 }
 
 // covered says whether blocks with higher serials have all parts of the save, and ends it then: what was saved is resident, in their slots. One
