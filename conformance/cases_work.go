@@ -278,11 +278,11 @@ func besideCancelled(r *rig) {
 		if e.left() < enough { // it is slow, and was cancelled early and late in some rounds
 			break
 		}
-		part := time.Duration(round * 7 % rounds)
+		part := round * 7 % rounds
 		keys := e.keys(n)
 		from := blocks(0, keys...)
 		e.fill(from...)
-		e.threeAtOnce(took*part/rounds, true, func(int) connector.Transfer { return transfer(from) }, func() error {
+		e.threeAtOnce(took*time.Duration(part)/rounds, true, func(int) connector.Transfer { return transfer(from) }, func() error {
 			asking.Lock()
 			defer asking.Unlock()
 			q := query(keys)
@@ -297,7 +297,7 @@ func besideCancelled(r *rig) {
 		began := time.Now()
 		r.must(e.load(blocks(n, keys...)...), "load")
 		loaded := time.Since(began)
-		e.threeAtOnce(loaded*part/rounds, false, func(i int) connector.Transfer { return transfer(blocks((1+i)*n, keys...)) }, func() error { return nil })
+		e.threeAtOnce(loaded*time.Duration(part)/rounds, false, func(i int) connector.Transfer { return transfer(blocks((1+i)*n, keys...)) }, func() error { return nil })
 		e.holds(append(blocks(2*n, keys...), blocks(3*n, keys...)...)...)
 	}
 }
