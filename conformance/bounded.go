@@ -43,23 +43,10 @@ type bounding struct{ fields map[string]string }
 func (r *rig) bounding() *bounding {
 	r.Helper()
 	b := &bounding{map[string]string{}}
-	m, ok := r.harness().(Manifester)
-	if !ok {
-		return b
-	}
-	manifest, err := m.Manifest(r.Context())
-	r.must(err, "manifest")
-	var schema struct {
-		Properties map[string]struct {
-			Bounds string `json:"bounds"`
-		} `json:"properties"`
-	}
-	config := map[string]json.RawMessage{}
-	_ = json.Unmarshal(manifest.ConfigSchema, &schema) // one that is no schema declares nothing
-	_ = json.Unmarshal(r.config, &config)
+	options, config := r.options()
 	var sizes []string
-	for _, name := range slices.Sorted(maps.Keys(schema.Properties)) {
-		switch what := schema.Properties[name].Bounds; what {
+	for _, name := range slices.Sorted(maps.Keys(options)) {
+		switch what := options[name].Bounds; what {
 		case "":
 		case boundsTenant, boundsSeconds:
 			b.fields[name] = what
@@ -73,9 +60,32 @@ func (r *rig) bounding() *bounding {
 		}
 	}
 	if b.tiers() == 0 && len(sizes) > 0 {
-		b.fields[sizes[0]] = schema.Properties[sizes[0]].Bounds
+		b.fields[sizes[0]] = options[sizes[0]].Bounds
 	}
 	return b
+}
+
+// option is what the schema says about one.
+type option struct {
+	Bounds  string          `json:"bounds"`
+	Default json.RawMessage `json:"default"`
+}
+
+// options are those of the schema, none if there is no manifest, and what the config has of them.
+func (r *rig) options() (options map[string]option, config map[string]json.RawMessage) {
+	r.Helper()
+	m, ok := r.harness().(Manifester)
+	if !ok {
+		return nil, nil
+	}
+	manifest, err := m.Manifest(r.Context())
+	r.must(err, "manifest")
+	var schema struct {
+		Properties map[string]option `json:"properties"`
+	}
+	_ = json.Unmarshal(manifest.ConfigSchema, &schema) // one that is no schema declares nothing
+	_ = json.Unmarshal(r.config, &config)
+	return schema.Properties, config
 }
 
 // tiers counts the options that bound the size of all.

@@ -68,23 +68,9 @@ var ofTime = regexp.MustCompile(`(?i)ttl|expir|life|retention|max_?age`)
 // with such a name. It is "" if there is none.
 func (r *rig) limitsTime(within time.Duration) string {
 	r.Helper()
-	m, ok := r.harness().(Manifester)
-	if !ok {
-		return ""
-	}
-	manifest, err := m.Manifest(r.Context())
-	r.must(err, "manifest")
-	var schema struct {
-		Properties map[string]struct {
-			Bounds  string          `json:"bounds"`
-			Default json.RawMessage `json:"default"`
-		} `json:"properties"`
-	}
-	config := map[string]json.RawMessage{}
-	_ = json.Unmarshal(manifest.ConfigSchema, &schema) // one that is no schema declares nothing
-	_ = json.Unmarshal(r.config, &config)
-	for _, name := range slices.Sorted(maps.Keys(schema.Properties)) {
-		option := schema.Properties[name]
+	options, config := r.options()
+	for _, name := range slices.Sorted(maps.Keys(options)) {
+		option := options[name]
 		if option.Bounds != boundsSeconds && !ofTime.MatchString(name) {
 			continue
 		}

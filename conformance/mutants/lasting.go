@@ -183,20 +183,6 @@ func thirteenBits(*memory) func(*badStore) {
 			}
 			return nil
 		}
-		s.lookup = func(runs [][]connector.StoreKey) ([]int, error) {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			found := make([]int, len(runs))
-			for i, run := range runs {
-				for found[i] < len(run) {
-					if _, known := at[run[found[i]]]; !known {
-						break
-					}
-					found[i]++
-				}
-			}
-			return found, nil
-		}
 		s.get = func(ctx context.Context, items []connector.Item) error {
 			if err := s.memory.Get(ctx, items); err != nil {
 				return err

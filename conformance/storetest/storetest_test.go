@@ -80,7 +80,7 @@ func named(name func(connector.StoreKey) string) storetest.Harness {
 }
 
 func TestRightStore(t *testing.T) {
-	storetest.Run(t, named(func(k connector.StoreKey) string { return string(k[:]) }))
+	storetest.Run(t, named(whole))
 }
 
 // Whatever part of a key a store leaves out, a case finds it.
@@ -147,9 +147,19 @@ func (w *wrong) Put(ctx context.Context, items []connector.Item) error {
 	return w.memory.Put(ctx, items)
 }
 
+func whole(k connector.StoreKey) string { return string(k[:]) }
+
+// wrongly opens stores that change made wrong.
+func wrongly(change func(*wrong)) storetest.Harness {
+	return storetest.Harness{Open: func(storetest.T) connector.Store {
+		w := &wrong{memory: &memory{name: whole, blocks: map[string][]byte{}}}
+		change(w)
+		return w
+	}}
+}
+
 // What the cases about keys do not see the random one does.
 func TestRandomHistoriesOfWrongStores(t *testing.T) {
-	whole := func(k connector.StoreKey) string { return string(k[:]) }
 	for what, change := range map[string]func(*wrong){
 		"never replaces": func(w *wrong) {
 			w.put = func(m *memory, items []connector.Item) error {
@@ -187,11 +197,7 @@ func TestRandomHistoriesOfWrongStores(t *testing.T) {
 		},
 	} {
 		t.Run(what, func(t *testing.T) {
-			h := storetest.Harness{Open: func(storetest.T) connector.Store {
-				w := &wrong{memory: &memory{name: whole, blocks: map[string][]byte{}}}
-				change(w)
-				return w
-			}}
+			h := wrongly(change)
 			for _, c := range storetest.Cases() {
 				failed := pipetest.Failed(t.Context(), func(t pipetest.T) { c.Run(t, h) })
 				plain := what == "never replaces" || what == "writes into what it stores" // as case plain sees, too
@@ -203,7 +209,6 @@ func TestRandomHistoriesOfWrongStores(t *testing.T) {
 
 // Bytes that do not look random bring to light what such stores do with them.
 func TestPlainBytes(t *testing.T) {
-	whole := func(k connector.StoreKey) string { return string(k[:]) }
 	for what, change := range map[string]func(*wrong){
 		"reads nothing where zeros were saved": func(w *wrong) {
 			w.get = func(m *memory, items []connector.Item) error {
@@ -236,11 +241,7 @@ func TestPlainBytes(t *testing.T) {
 		},
 	} {
 		t.Run(what, func(t *testing.T) {
-			h := storetest.Harness{Open: func(storetest.T) connector.Store {
-				w := &wrong{memory: &memory{name: whole, blocks: map[string][]byte{}}}
-				change(w)
-				return w
-			}}
+			h := wrongly(change)
 			for _, c := range storetest.Cases() {
 				failed := pipetest.Failed(t.Context(), func(t pipetest.T) { c.Run(t, h) })
 				if c.Name != "random" {
@@ -258,7 +259,7 @@ func TestRandomHistoriesOfARightStore(t *testing.T) {
 		seeds = 4
 	}
 	for seed := range seeds {
-		storetest.Random(t, named(func(k connector.StoreKey) string { return string(k[:]) }), seed, time.Millisecond)
+		storetest.Random(t, named(whole), seed, time.Millisecond)
 	}
 }
 

@@ -121,16 +121,13 @@ class SchedulerSide:
 
     def _query(self, tracked: Tracked, computed: int) -> Any:
         """Give the question about a request, which is kept while it waits: vLLM asks the same again and again."""
-        if tracked.query is None:
-            tracked.query = message("Query")(request=tracked.id, ticket=tracked.ticket)
-        self._fill_query(tracked.query, tracked, computed)
-        return tracked.query
-
-    def _fill_query(self, query: Any, tracked: Tracked, computed: int) -> None:
-        request = tracked.request
+        query, request = tracked.query, tracked.request
+        if query is None:
+            query = tracked.query = message("Query")(request=tracked.id, ticket=tracked.ticket)
         query.tokens, query.computed = request.num_tokens, computed
         if tracked.keys is not None and len(query.keys) != KEY_BYTES * len(request.block_hashes):
             query.keys = tracked.keys.joined(request.block_hashes)
+        return query
 
     # -- lookups
 

@@ -114,11 +114,7 @@ func (p *placed) against(ctx context.Context, r *fixture.Rival, at installed, n 
 
 // duel is what ours and theirs take in each round, in microseconds. The first round does not count.
 func (p *placed) duel(ctx context.Context, n int, ours func(at, n int) error, theirs func() (seconds float64, err error)) (value, limit []float64, err error) {
-	rounds := placedRounds
-	if p.Quick {
-		rounds = 3
-	}
-	for round := range rounds + 1 {
+	for round := range p.rounds() + 1 {
 		if err := ctx.Err(); err != nil {
 			return nil, nil, err
 		}

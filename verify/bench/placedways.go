@@ -105,18 +105,19 @@ func (p *placed) cpu() time.Duration {
 	return cpuTime() + clockTime(p.plugin)
 }
 
-// placedRounds are those that count.
-const placedRounds = 61
+// rounds are those that count.
+func (p *placed) rounds() int {
+	if p.Quick {
+		return 3
+	}
+	return 61
+}
 
 // turns runs the ways in turns, after other work if there is any, and gives what each cost in each round. The first round does not count.
 func (p *placed) turns(ctx context.Context, other time.Duration, ways ...func(round int) error) ([][]cost, error) {
-	rounds := placedRounds
-	if p.Quick {
-		rounds = 3
-	}
 	all := make([][]cost, len(ways))
 	memory := make([]byte, 16<<20) // what an engine touches meanwhile
-	for round := range rounds + 1 {
+	for round := range p.rounds() + 1 {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
