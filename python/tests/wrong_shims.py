@@ -103,11 +103,10 @@ def deaf(real):
 
 
 def half_a_block(real):
-    def fill(self, query, tracked, computed):
-        real(self, query, tracked, computed)
-        query.computed = max(0, computed - 7)
+    def question(self, tracked, computed):
+        return real(self, tracked, max(0, computed - 7))
 
-    return fill
+    return question
 
 
 def stubborn(real):
@@ -127,7 +126,7 @@ LOOKUPS = [
     Wrong(10, "another answer to the same question", fickle()),
     Wrong(11, "negative tokens", answers(lambda r, n, t: (t or -32, t > 0))),
     Wrong(11, "more tokens than the prompt has", answers(lambda r, n, t: (r.num_tokens - n + 1 if t else 0, t > 0))),
-    Wrong(11, "the agent is asked from half a block", around(SchedulerSide, "_fill_query", half_a_block)),
+    Wrong(11, "the agent is asked from half a block", around(SchedulerSide, "_query", half_a_block)),
     Wrong(12, "answers of the agent are dropped", around(SchedulerSide, "_ask", deaf)),
     Wrong(13, "asynchronous nothing", answers(lambda r, n, t: (t, True))),
     Wrong(16, "the whole prompt, within its step", answers(lambda r, n, t: (r.num_tokens - n if t else 0, False))),
