@@ -112,8 +112,8 @@ func killSave(r *rig) {
 			sure = r.keepsBehind(&layout, surely*(4*each+oldBlocks), each)
 		}
 		e := r.engine(setup{layout: &layout})
-		old := e.keys(oldBlocks)
-		e.save(blocks(4*each, old...)...)
+		old := before{keys: e.keys(oldBlocks), saved: time.Now()}
+		e.save(blocks(4*each, old.keys...)...)
 		keys := make([][]connector.BlockKey, 4)
 		for i := range keys {
 			keys[i] = e.keys(each)
@@ -130,14 +130,21 @@ func killSave(r *rig) {
 		if round == surely { // those before are more than keepsBehind has seen
 			sure = 0
 		}
-		e.settled(keys, old[:sure])
+		old.keys = old.keys[:sure]
+		e.settled(keys, old)
 	}
 }
 
 const (
 	oldBlocks = 8 // that are saved before the plugin is killed
-	surely    = 2 // rounds in which they must be there afterwards, if there is room for all that these save
+	surely    = 4 // rounds in which they must be there afterwards, if there is room for all that these save
 )
+
+// before is what was saved before the calls amid which the plugin is killed.
+type before struct {
+	keys  []connector.BlockKey
+	saved time.Time // at the earliest
+}
 
 // keepsBehind is how many of the old blocks must outlive their engine: all, or none where an empty store has no room for that many blocks, since
 // a cap may have any of them given up.
@@ -163,13 +170,16 @@ func (r *rig) keepsBehind(layout *connector.Layout, many, each int) int {
 	return oldBlocks
 }
 
-// settled opens the next life and checks that whatever it offers of each prompt is whole, and that it offers all of what is old.
-func (e *engine) settled(keys [][]connector.BlockKey, old []connector.BlockKey) {
+// settled opens the next life and checks that whatever it offers of each prompt is whole, and that it offers all of what is old, unless an
+// option gives that up with time.
+func (e *engine) settled(keys [][]connector.BlockKey, old before) {
 	e.Helper()
 	n := e.life()
-	if len(old) > 0 {
-		e.equal(len(old), n.match(old...), "blocks offered to the next life that were saved before the others")
-		n.whole(old, 0)
+	if len(old.keys) > 0 {
+		if found := n.match(old.keys...); found < len(old.keys) && e.limitsTime(time.Since(old.saved)) == "" {
+			e.equal(len(old.keys), found, "blocks offered to the next life that were saved before the others")
+		}
+		n.whole(old.keys, 0)
 	}
 	for _, k := range keys {
 		found := n.match(k...)
@@ -192,7 +202,7 @@ func killReplace(r *rig) {
 			t.Replace = true
 			return e.workers[0].Save(ctx, &t, e.kv[0])
 		})
-		e.settled([][]connector.BlockKey{keys}, nil)
+		e.settled([][]connector.BlockKey{keys}, before{})
 	}
 }
 

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"github.com/kvport/kvport/host"
 )
 
 // hung is where the processes of a case were that had to be killed. Before that, SIGQUIT asks them: a Go program answers with the
@@ -49,13 +51,14 @@ func whereabouts(path string, pid int, said []string) []string {
 		return append([]string{head}, indented(merged(own))...)
 	}
 	said = slices.DeleteFunc(slices.Clone(said), func(line string) bool { return strings.TrimSpace(line) == "" })
-	if len(said) > 0 {
+	byKernel := func(line string) bool { return strings.HasPrefix(line, host.OfKernel) }
+	if len(said) > 0 && !byKernel(said[0]) {
 		return append([]string{head + "; to SIGQUIT it said:"}, indented(said)...)
 	}
-	return []string{
+	return append([]string{
 		head + ", and wrote nothing when SIGQUIT asked where it was",
 		"  have it write its stacks then (Python: faulthandler.register), or look while the case runs, as with py-spy dump --pid",
-	}
+	}, indented(merged(said))...)
 }
 
 // moduleOf is the module of a Go program; empty if it has none, or is no such program, but a script that has started one.

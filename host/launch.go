@@ -15,6 +15,9 @@ import (
 	"github.com/kvport/kvport/host/internal/plugin"
 )
 
+// OfKernel begins each line about a process that hangs which comes from the kernel and not from the process.
+const OfKernel = plugin.OfKernel
+
 // LaunchOptions say what a plugin process gets. The zero value is usable.
 type LaunchOptions struct {
 	Regions     []*Region // the paged cache of each rank, and behind them what Reshape reads into, if there is that
@@ -29,7 +32,8 @@ type LaunchOptions struct {
 	Started     func(pid, pidfd int) error // see Options
 
 	// Where gets what a process that hangs writes to standard error when SIGQUIT asks it where, which ends it: of a Go program
-	// the stacks of all goroutines, at most 1 MiB. Nil: it is killed without being asked.
+	// the stacks of all goroutines, at most 1 MiB. Of one that writes nothing it gets lines that begin with OfKernel: what its threads wait
+	// for. Nil: it is killed without being asked.
 	Where func(said []string)
 
 	// Fence is how long those are waited for that may write the memory of a plugin which is dead; 0: the default.

@@ -357,6 +357,10 @@ func (p *placement) usedForLoad() []uint32 {
 	return p.takeUsed()
 }
 
+// looks is how often a slot is looked at that was named: while the host looks, another answer may tell it of a block that has left the slot
+// since, and nobody would name again what is there now.
+const looks = 3
+
 // learn takes note of slots that a save or load of that many blocks has named. The error says that no honest plugin names them.
 func (p *placement) learn(slots []uint32, moved int) error {
 	if len(slots) > moved+wire.MaxUnnamed {
@@ -368,11 +372,16 @@ func (p *placement) learn(slots []uint32, moved int) error {
 	defer p.leave()
 	now := time.Now().UnixMilli()
 	for _, s := range slots {
-		err := shm.Guard(func() error {
-			if p.host.Knows(place.Slot(s)) {
-				return nil
+		err := shm.Guard(func() (err error) {
+			for range looks {
+				if p.host.Knows(place.Slot(s)) {
+					return nil
+				}
+				if err = p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now); !errors.Is(err, place.ErrGone) {
+					return err
+				}
 			}
-			return p.host.Notice(&place.Notice{Slots: []place.Slot{place.Slot(s)}}, now)
+			return err
 		})
 		if refused, is := errors.AsType[*place.RefusalError](err); is && refused.Fault() {
 			return err

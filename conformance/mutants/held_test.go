@@ -38,7 +38,9 @@ func TestHeldAsBinary(t *testing.T) {
 			require.Regexp(t, "keeps files open for writing|this machine permits no file system of our own", r.Log[0])
 			continue
 		}
-		require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+		if decided(t, r) {
+			require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+		}
 	}
 }
 

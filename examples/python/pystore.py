@@ -571,8 +571,11 @@ def main() -> int:
         handler = logging.StreamHandler()
         handler.setFormatter(HostFormat())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        asyncio.run(serve())
-        return 0
+        try:
+            asyncio.run(serve())
+        except BaseException:
+            log.exception("it cannot serve")
+        os._exit(1)  # for the reason for which serve ends the process itself
     parser = argparse.ArgumentParser(description=f"{NAME}, a kvport plugin: an engine starts it.")
     parser.add_argument("--manifest", action="store_true", help="print what it can do, as JSON")
     parser.add_argument("--config", help="with --manifest: a config to check")

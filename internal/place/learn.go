@@ -129,7 +129,7 @@ func (h *Host) enter(refs []Ref, began *moment) error {
 
 // insert puts a block into the index, if may allows it, and calls then; the caller's functions are called with the host's lock. Blocks with higher
 // serials that have its keys stay, unless the plugin has given them up: nobody may have looked at them since. ErrGone: these are in the way, also if
-// their time is over (rule PLACE-13), or the block itself has been given up. A *RefusalError: the header of one of them lies; it is not offered again.
+// their time is over (rule PLACE-13), or the block itself has been given up. A *RefusalError: the header of one of them, or of the block, lies; it is not offered again.
 func (h *Host) insert(refs []Ref, may func() error, then func()) (higher []Ref, err error) {
 	var seen []Ref // with lower serials, that were placed before the block was last looked at
 	for try := 0; ; try++ {
@@ -149,7 +149,7 @@ func (h *Host) insert(refs []Ref, may func() error, then func()) (higher []Ref, 
 			return nil, nil
 		}
 		// What has a lower serial may have been placed since the block was given up. Nobody else would find out that it is hidden.
-		if _, err := h.firstGone(refs, 0); errors.Is(err, ErrGone) {
+		if _, err := h.firstGone(refs, 0); err != nil {
 			return nil, err
 		}
 		seen = lower

@@ -157,7 +157,8 @@ def test_the_keys_of_a_request_that_waits_are_joined_once(start, monkeypatch):
 def ask_anew(engine, requests, computed):
     """Ask about the first request when nothing is remembered of any; the others come along."""
     for r in requests:
-        engine.scheduler.scheduler.requests[r.request_id].memo = None
+        tracked = engine.scheduler.scheduler.requests[r.request_id]
+        tracked.memo, tracked.later_since = None, 0.0
     deep(engine)
     engine.scheduler.get_num_new_matched_tokens(requests[0], computed)
 

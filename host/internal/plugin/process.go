@@ -63,8 +63,8 @@ type Options struct {
 	Sandbox     *sandbox.Spec     // in which the process runs, and gets its socket's folder; nil: outside
 	Violated    func(what string) // may be nil
 
-	// Where gets what a process that hangs writes to standard error when SIGQUIT asks it where, before it is killed; nil: it is
-	// killed without being asked.
+	// Where gets what a process that hangs writes to standard error when SIGQUIT asks it where, before it is killed, or lines that begin with
+	// OfKernel if it writes nothing; nil: it is killed without being asked.
 	Where func(said []string)
 
 	// Started, unless nil, gets the process before one of its sides is opened. pidfd is only lent for
