@@ -282,7 +282,7 @@ func (d *pd) expiredPart(p *pd) bool {
 	_, err := d.fetch(pr, loading{n: 4, ranks: []int{0}})
 	late := err != nil && pr.over()
 	p.expire(pr)
-	late = late || time.Since(read) > pr.ends.Sub(pr.handed)
+	late = late || !pr.ends.IsZero() && time.Since(read) > pr.ends.Sub(pr.handed) // a weak hold has no lease
 	d.try(pr)
 	return !late
 }
