@@ -176,10 +176,11 @@ func (e *engine) settled(keys [][]connector.BlockKey, old before) {
 	e.Helper()
 	n := e.life()
 	if len(old.keys) > 0 {
-		if found := n.match(old.keys...); found < len(old.keys) && e.limitsTime(time.Since(old.saved)) == "" {
+		found := n.match(old.keys...)
+		if found < len(old.keys) && e.limitsTime(time.Since(old.saved)) == "" {
 			e.equal(len(old.keys), found, "blocks offered to the next life that were saved before the others")
 		}
-		n.whole(old.keys, 0)
+		n.whole(old.keys[:found], 0)
 	}
 	for _, k := range keys {
 		found := n.match(k...)

@@ -469,8 +469,8 @@ func layerIdle(r *rig) {
 	for i := range 3 {
 		e.layerBlocks(0, blocks(2*i, e.keys(1)...)...).compute(1)
 	}
-	if cpuTime(e.inst.PID) == 0 {
-		r.unfit("this kernel does not count the processor time of threads, in schedstat")
+	if cpuTime(0) == 0 {
+		r.unfit("the processor time of threads cannot be read in /proc (schedstat)")
 	}
 	e.pause(pauseOfLayer)
 	const wait, share = 600 * time.Millisecond, 12
@@ -485,9 +485,8 @@ func layerIdle(r *rig) {
 		}
 	}
 	const said = "while three transfers wait for a layer the process keeps a processor busy"
-	if e.inst.PID == 0 && used < time.Since(began)/share { // on a busy machine the suite itself uses as much
-		r.overdue(began, said)
-		return
+	if e.inst.PID == 0 && used < time.Since(began)/share {
+		r.inconclusive("%s, or the suite does in its own process: the machine is busy", said)
 	}
 	r.Errorf(said)
 }

@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/host"
 )
 
 // quitTrace is what a plugin in Go writes for SIGQUIT, with few of its goroutines.
@@ -94,4 +96,6 @@ func TestWhereOtherPluginsHang(t *testing.T) {
 	require.Len(t, got, 2)
 	require.Contains(t, got[0], "wrote nothing")
 	require.Contains(t, got[1], "py-spy dump --pid")
+	thread := host.OfKernel + `a thread "python" in state S waits in futex_do_wait`
+	require.Equal(t, append(got, "  "+thread+", 2 times"), whereabouts("/no/such/program", 7, []string{thread, thread}))
 }

@@ -575,7 +575,7 @@ def main() -> int:
             asyncio.run(serve())
         except BaseException:
             log.exception("it cannot serve")
-        os._exit(1)  # for the reason for which serve ends the process itself
+        os._exit(1)  # threads of grpc may keep the interpreter from ending
     parser = argparse.ArgumentParser(description=f"{NAME}, a kvport plugin: an engine starts it.")
     parser.add_argument("--manifest", action="store_true", help="print what it can do, as JSON")
     parser.add_argument("--config", help="with --manifest: a config to check")

@@ -34,15 +34,14 @@ type runner struct {
 	patience       patience
 	abandon        func(*Fence) // gets a fence that does not come back, and owns it then; may be nil
 
-	mu      sync.Mutex
-	pid     int      // 0 until started
-	gone    bool     // reaped: the pid may belong to somebody else
-	killed  bool     // by us
-	threads []string // what the kernel said of them when it was asked
-	asked   bool     // by us, where it is: it ends for that
-	left    bool     // the fence did not come back
-	err     error
-	reaped  chan struct{}
+	mu     sync.Mutex
+	pid    int  // 0 until started
+	gone   bool // reaped: the pid may belong to somebody else
+	killed bool // by us
+	asked  bool // by us, where it is: it ends for that
+	left   bool // the fence did not come back
+	err    error
+	reaped chan struct{}
 
 	// connected is closed when go-plugin has made its connection or given up. If it learned about the death
 	// while it connects, it would forget the connection without closing it.
@@ -238,16 +237,17 @@ const (
 // ask has a process that hangs say where, by SIGQUIT: a Go program writes the stacks of its goroutines to standard error and
 // ends. It gives what the process has written since, or else what the kernel said of its threads before, and reports whether it lived.
 func (r *runner) ask() (said []string, lived bool) {
+	var known []string
 	defer func() {
-		if len(said) == 0 {
-			said = r.threads
+		if !slices.ContainsFunc(said, func(line string) bool { return strings.TrimSpace(line) != "" }) {
+			said = known
 		}
 	}()
 	r.mu.Lock()
 	pid := r.pid
 	if lived = pid != 0 && !r.gone; lived {
 		r.asked = true
-		r.threads = threads(pid)
+		known = threads(pid)
 		r.lines.ask()
 		_ = unix.Prlimit(pid, unix.RLIMIT_CORE, &unix.Rlimit{}, nil) // a program that does not know the signal leaves no file
 		_ = unix.Kill(pid, unix.SIGQUIT)

@@ -1,6 +1,7 @@
 package plugin
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -30,8 +31,11 @@ func threads(pid int) (lines []string) {
 			return strings.TrimSpace(string(text))
 		}
 		stat := of("stat")
+		if stat == "" {
+			continue // it has just ended
+		}
 		state, _, _ := strings.Cut(strings.TrimSpace(stat[strings.LastIndexByte(stat, ')')+1:]), " ")
-		lines = append(lines, fmt.Sprintf("%sa thread %q in state %s waits in %s", OfKernel, of("comm"), state, of("wchan")))
+		lines = append(lines, fmt.Sprintf("%sa thread %q in state %s waits in %s", OfKernel, of("comm"), state, cmp.Or(of("wchan"), "?")))
 	}
 	slices.Sort(lines)
 	return lines

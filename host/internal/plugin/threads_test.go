@@ -12,7 +12,7 @@ import (
 func TestThreads(t *testing.T) {
 	own := strings.Join(threads(os.Getpid()), "\n")
 	require.Contains(t, own, OfKernel+"it has a handler for SIGQUIT") // a Go program
-	require.Regexp(t, `(?m)^`+OfKernel+`a thread ".+" in state [RSD] waits in \w+$`, own)
+	require.Regexp(t, `(?m)^`+OfKernel+`a thread ".+" in state [RSD] waits in \S+$`, own)
 
 	command := exec.CommandContext(t.Context(), "sleep", "60")
 	require.NoError(t, command.Start())
