@@ -51,8 +51,7 @@ func whereabouts(path string, pid int, said []string) []string {
 		return append([]string{head}, indented(merged(own))...)
 	}
 	said = slices.DeleteFunc(slices.Clone(said), func(line string) bool { return strings.TrimSpace(line) == "" })
-	byKernel := func(line string) bool { return strings.HasPrefix(line, host.OfKernel) }
-	if len(said) > 0 && !byKernel(said[0]) {
+	if len(said) > 0 && !strings.HasPrefix(said[0], host.OfKernel) {
 		return append([]string{head + "; to SIGQUIT it said:"}, indented(said)...)
 	}
 	return append([]string{

@@ -104,7 +104,8 @@ func (l *runQueue) waited() time.Duration {
 	return longest
 }
 
-// stateOf reads a thread's state from /proc/PID/task/TID/stat: R is ready to run, D waits for a disk. The name before it may hold anything.
+// stateOf reads the state of a thread from /proc/PID/task/TID/stat, or of a process from /proc/PID/stat: R is ready to run, D waits for a disk,
+// T is stopped; 0 if it is gone. The name before it may hold anything.
 func stateOf(path string) byte {
 	data, _ := os.ReadFile(path) //nolint:gosec // below /proc
 	end := bytes.LastIndex(data, []byte(") "))

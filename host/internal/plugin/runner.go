@@ -1,7 +1,6 @@
 package plugin
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -238,11 +237,6 @@ const (
 // ends. It gives what the process has written since, or else what the kernel said of its threads before, and reports whether it lived.
 func (r *runner) ask() (said []string, lived bool) {
 	var known []string
-	defer func() {
-		if !slices.ContainsFunc(said, func(line string) bool { return strings.TrimSpace(line) != "" }) {
-			said = known
-		}
-	}()
 	r.mu.Lock()
 	pid := r.pid
 	if lived = pid != 0 && !r.gone; lived {
@@ -256,10 +250,19 @@ func (r *runner) ask() (said []string, lived bool) {
 	if !lived {
 		return nil, false
 	}
+	said = r.answer(pid)
+	if !slices.ContainsFunc(said, func(line string) bool { return strings.TrimSpace(line) != "" }) {
+		said = known
+	}
+	return said, true
+}
+
+// answer waits until a process that was asked where it is has said all, and gives that.
+func (r *runner) answer(pid int) []string {
 	for looks, before := 0, 0; looks < answerLooks; looks++ {
 		select {
 		case <-r.lines.ended:
-			return r.lines.answer(), true
+			return r.lines.answer()
 		case <-time.After(answerPause):
 		}
 		n := len(r.lines.answer())
@@ -268,17 +271,11 @@ func (r *runner) ask() (said []string, lived bool) {
 		}
 		before = n
 	}
-	return r.lines.answer(), true
+	return r.lines.answer()
 }
 
 // isStopped reports whether a process is stopped, as by SIGSTOP.
-func isStopped(pid int) bool {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return false
-	}
-	return strings.HasPrefix(string(stat[bytes.LastIndexByte(stat, ')')+1:]), " T")
-}
+func isStopped(pid int) bool { return stateOf(fmt.Sprintf("/proc/%d/stat", pid)) == 'T' }
 
 // status is how the process ended; nil before and after a clean exit.
 func (r *runner) status() error {
