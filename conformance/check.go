@@ -93,6 +93,7 @@ func (c *checker) run(ctx context.Context) []Result {
 		}
 		c.results = append(c.results, c.check(ctx, n, repeats > 0))
 	}
+	c.settings = c.settings.patient()
 	for round := range repeats {
 		for n := range c.results {
 			if c.results[n].Again && !c.ended(ctx) {
@@ -179,7 +180,7 @@ func Run(t *testing.T, newHarness Maker, profiles ...Profile) {
 			r := o.judge(c, checkCase(t.Context(), c, newHarness, s))
 			for n := 0; n < repeats && r.Status == Inconclusive; n++ {
 				t.Log("inconclusive, once more: ", strings.Join(r.Log, "; "))
-				r = o.judge(c, checkCase(t.Context(), c, newHarness, s))
+				r = o.judge(c, checkCase(t.Context(), c, newHarness, s.patient()))
 			}
 			for _, line := range slices.Concat(r.Log, r.Transcript, r.LastWords, r.Stacks) {
 				t.Log(line)
@@ -280,6 +281,7 @@ type settings struct {
 	salt     string
 	log      *slog.Logger
 	deadline time.Duration
+	again    bool // the case was inconclusive before
 	budget   time.Duration
 	info     *connector.Info // nil: not known
 	fresh    Maker           // of the case's connector, with a backend of its own
@@ -296,6 +298,20 @@ func (s *settings) harness(newHarness Maker) (Harness, error) {
 		l.logTo(s.log, s.hung)
 	}
 	return h, err
+}
+
+// patient are the settings of a case that runs again: a machine that was busy may be so still.
+func (s settings) patient() settings {
+	s.again = true
+	return s
+}
+
+// limit is how long a case may run.
+func (s *settings) limit() time.Duration {
+	if s.again {
+		return loadStretch * s.deadline
+	}
+	return s.deadline
 }
 
 // secret is a key that all engines of a case have.
@@ -321,7 +337,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		s.deadline += slack * s.budget
 	}
 	run := ctx
-	ctx, cancel := context.WithTimeout(ctx, s.deadline)
+	ctx, cancel := context.WithTimeout(ctx, s.limit())
 	defer cancel()
 	before := takeSnapshot()
 	rec := &recorder{run: run, ctx: ctx, start: start, status: Pass, load: watchLoad(), hung: s.hung}
@@ -339,22 +355,12 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	case run.Err() != nil:
 		rec.note(Inconclusive, "interrupted before it had ended")
 	case hung:
-		rec.Errorf("still running %v after its deadline of %v; left behind:\n%s", patience, s.deadline, stacks())
+		rec.Errorf("still running %v after its deadline of %v; left behind:\n%s", patience, s.limit(), stacks())
 	}
 	if d, ok := h.(interface{ lastWords() []string }); ok && rec.is(Fail) {
 		rec.words = append(d.lastWords(), rec.words...)
 	}
-	closed := make(chan error, 1)
-	go func() { closed <- h.Close() }()
-	select {
-	case err := <-closed:
-		if err != nil {
-			rec.trouble("close", err)
-		}
-	case <-time.After(grace + patience):
-		rec.Errorf("the connector does not close")
-		hung = true
-	}
+	hung = !rec.closes(h, s.limit()+patience) || hung
 	rec.load.end()
 	if !hung && rec.is(Pass, Skip) { // a case that gave up has left things
 		if leak := before.waitForLeaks(grace); leak != "" {
@@ -362,6 +368,27 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		}
 	}
 	return rec.result(c)
+}
+
+// closes closes the harness of a case and reports whether that has ended. Its folder may hold all that a store has written, and a machine
+// that is busy removes it slowly, so it has the time of a case.
+func (r *recorder) closes(h Harness, limit time.Duration) bool {
+	closed, began := make(chan error, 1), time.Now()
+	go func() { closed <- h.Close() }()
+	select {
+	case err := <-closed:
+		if err != nil {
+			r.trouble("close", err)
+		}
+		return true
+	case <-time.After(limit):
+	}
+	status := Fail
+	if r.load.busy(began) {
+		status = Inconclusive
+	}
+	r.note(status, fmt.Sprintf("what the case ran with does not close within %v", limit))
+	return false
 }
 
 // begin makes the harness of a case; nil if the case cannot run, and has its status.

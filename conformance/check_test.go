@@ -30,6 +30,44 @@ func run(t *testing.T, deadline time.Duration, body func(T, Harness)) Result {
 	return checkCase(t.Context(), c, InProcess(connector.Plugin{}, nil), settings{deadline: deadline})
 }
 
+// closing is a harness that takes its time to close.
+type closing struct {
+	Harness
+	until <-chan struct{}
+}
+
+func (c closing) Close() error {
+	<-c.until
+	return c.Harness.Close()
+}
+
+// What a case ran with may close slowly, since it removes what the case has left; one that never closes fails the case.
+func TestHarnessThatDoesNotClose(t *testing.T) {
+	never := make(chan struct{})
+	defer close(never)
+	c := Case{ID: "case", Rule: "RULE-01", Text: "It works.", Run: func(T, Harness) {}}
+	r := checkCase(t.Context(), c, func() (Harness, error) {
+		h, err := InProcess(connector.Plugin{}, nil)()
+		return closing{h, never}, err
+	}, settings{deadline: time.Millisecond})
+	require.Equal(t, Fail, r.Status, r.Log)
+	require.Contains(t, r.Log[0], "what the case ran with does not close within 5.001s")
+}
+
+// A case that runs again has four times as long.
+func TestRepeatedCaseHasLonger(t *testing.T) {
+	var left time.Duration
+	c := Case{ID: "case", Rule: "RULE-01", Text: "It works.", Run: func(c T, _ Harness) {
+		end, _ := c.Context().Deadline()
+		left = time.Until(end)
+	}}
+	s := settings{deadline: time.Hour}
+	require.Equal(t, Pass, checkCase(t.Context(), c, InProcess(connector.Plugin{}, nil), s).Status)
+	require.InDelta(t, time.Hour, left, float64(10*time.Minute))
+	require.Equal(t, Pass, checkCase(t.Context(), c, InProcess(connector.Plugin{}, nil), s.patient()).Status)
+	require.InDelta(t, 4*time.Hour, left, float64(10*time.Minute))
+}
+
 func TestOutcomes(t *testing.T) {
 	require.Equal(t, Pass, run(t, time.Minute, func(T, Harness) {}).Status)
 

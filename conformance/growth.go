@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvport/kvport/connector"
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // A connector that loses a little in each call works in every test and dies after a week. So one case makes calls for
@@ -55,7 +56,7 @@ func held(pid int, folder string) (r resources) {
 	}
 	tasks, _ := filepath.Glob(proc + "/task/*")
 	r[threads] = int64(len(tasks))
-	r[processes] = int64(children(pid))
+	r[processes] = int64(len(machine.Children(pid)))
 	if folder != "" {
 		_ = filepath.WalkDir(folder, func(string, fs.DirEntry, error) error {
 			r[files]++

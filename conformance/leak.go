@@ -3,10 +3,11 @@ package conformance
 import (
 	"fmt"
 	"os"
-	"path/filepath"
 	"runtime"
 	"strings"
 	"time"
+
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // snapshot is what a process held at one moment.
@@ -25,7 +26,7 @@ func warmUp() {
 }
 
 func takeSnapshot() snapshot {
-	return snapshot{goroutines: runtime.NumGoroutine(), fds: openFiles(0), children: children(0)}
+	return snapshot{goroutines: runtime.NumGoroutine(), fds: openFiles(0), children: len(machine.Children(0))}
 }
 
 // waitForLeaks gives what is closed in the background time to go and says what stayed.
@@ -74,17 +75,4 @@ func openFiles(pid int) int {
 		return 0
 	}
 	return len(entries)
-}
-
-// children counts the processes that a process started and that are not reaped; pid 0 is this one.
-func children(pid int) int {
-	n := 0
-	lists, _ := filepath.Glob(procOf(pid) + "/task/*/children")
-	for _, l := range lists {
-		b, err := os.ReadFile(l)
-		if err == nil {
-			n += len(strings.Fields(string(b)))
-		}
-	}
-	return n
 }

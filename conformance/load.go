@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -12,21 +13,22 @@ import (
 )
 
 // A right connector misses a limit of time when the machine does not let it run. So each case has a load: it
-// watches how long the threads of the connector and of the suite wait for a processor. Waits count
+// watches how long the threads of the connector, of the processes that it starts, and of the suite wait for a processor. Waits count
 // only the time in which the connector could run, up to a limit, and what still fails for time alone while the
 // machine was busy is inconclusive: the case is reported and repeated, and has neither passed nor failed.
 
 const (
 	loadTick    = 100 * time.Millisecond
-	loadStretch = 4 // a busy machine stretches a wait by this factor at most
-	busyShare   = 3 // the machine is busy if a thread waits for a processor for a third of the time
+	loadStretch = 4  // a busy machine stretches a wait by this factor at most
+	busyShare   = 3  // the machine is busy if a thread waits for a processor for a third of the time
+	mostKin     = 64 // of the processes that those of a connector start, so many are watched
 )
 
 // load watches some processes.
 type load struct {
 	mu      sync.Mutex
-	threads map[string]machine.SchedStat // so far
-	folders []string                     // /proc/PID/task
+	threads map[string]machine.SchedStat // so far; nil: not looked yet
+	pids    []int                        // of the connector; the processes that they start are watched as well
 	marks   []mark
 	stop    context.CancelFunc
 	done    chan struct{}
@@ -41,7 +43,7 @@ type mark struct {
 // watchLoad begins to watch this process; end ends it.
 func watchLoad() *load {
 	ctx, cancel := context.WithCancel(context.Background())
-	l := &load{folders: []string{"/proc/self/task"}, marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
+	l := &load{marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
 	go func() {
 		defer close(l.done)
 		ticker := time.NewTicker(loadTick)
@@ -70,20 +72,36 @@ func (l *load) watch(pid int) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.folders = append(l.folders, fmt.Sprintf("/proc/%d/task", pid))
+	l.pids = append(l.pids, pid)
 }
 
-// sample adds what was lost since the last one: what the thread that waited longest waited for a processor, or
-// what this one came too late.
+// folders are those of the threads that are watched: the suite's, the connector's, and those of the processes that it has started.
+func (l *load) folders() []string {
+	folders := []string{"/proc/self/task"}
+	if len(l.pids) == 0 {
+		return folders
+	}
+	for _, pid := range slices.Concat(l.pids, machine.Descendants(mostKin, l.pids...)) {
+		folders = append(folders, fmt.Sprintf("/proc/%d/task", pid))
+	}
+	return folders
+}
+
+// sample looks at the threads that are watched.
 func (l *load) sample(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.add(now, maps.Collect(machine.SchedStats(l.folders()...)))
+}
+
+// add adds what was lost since the last sample: what the thread that waited longest waited for a processor, or what this sample comes too late.
+// A thread that was not there at the last one has begun since.
+func (l *load) add(now time.Time, threads map[string]machine.SchedStat) {
 	last := l.marks[len(l.marks)-1]
 	passed := now.Sub(last.at)
 	lost := max(passed-loadTick, 0)
-	threads := maps.Collect(machine.SchedStats(l.folders...))
 	for path, is := range threads {
-		if was, known := l.threads[path]; known && is.Waited > was.Waited {
+		if was := l.threads[path]; l.threads != nil && is.Waited > was.Waited {
 			lost = max(lost, time.Duration(is.Waited-was.Waited)) //nolint:gosec // less than a life
 		}
 	}

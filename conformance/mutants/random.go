@@ -9,6 +9,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/kvport/kvport/connector"
@@ -567,6 +568,9 @@ func growthFaults() []Unseen {
 	return []Unseen{
 		grows("leaves a goroutine behind in a load that fails", func() { go func() { <-time.After(time.Minute) }() }),
 		grows("leaves a descriptor open in a load that fails", leak()),
+		grows("starts a process in a load that fails, and never asks how it ended", func() {
+			_, _ = syscall.ForkExec("/bin/true", []string{"true"}, nil)
+		}),
 		grows("keeps a buffer of a load that fails", func() {
 			mu.Lock()
 			defer mu.Unlock()

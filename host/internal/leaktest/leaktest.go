@@ -5,25 +5,26 @@ package leaktest
 import (
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
+
+	"github.com/kvport/kvport/internal/machine"
 )
 
 // Watch notes what is there now; the result fails the test if anything is left over.
 func Watch(t *testing.T) func() {
 	t.Helper()
 	before := goleak.IgnoreCurrent()
-	fds, children, sockets := countFDs(t), countChildren(t), countSockets(t)
+	fds, children, sockets := countFDs(t), len(machine.Children(0)), countSockets(t)
 	return func() {
 		t.Helper()
 		require.NoError(t, running(before))
 		require.Eventually(t, func() bool { return countFDs(t) <= fds }, time.Minute, 10*time.Millisecond, "descriptors: %d, had %d", countFDs(t), fds)
-		require.Equal(t, children, countChildren(t), "processes")
+		require.Equal(t, children, len(machine.Children(0)), "processes")
 		require.LessOrEqual(t, countSockets(t), sockets, "socket folders") // a host also removes those of killed ones
 	}
 }
@@ -46,24 +47,6 @@ func countFDs(t *testing.T) int {
 	for _, e := range entries {
 		target, err := os.Readlink("/proc/self/fd/" + e.Name())
 		if err == nil && !strings.Contains(target, "kvport-cache") {
-			n++
-		}
-	}
-	return n
-}
-
-func countChildren(t *testing.T) int {
-	t.Helper()
-	stats, err := filepath.Glob("/proc/[0-9]*/stat")
-	require.NoError(t, err)
-	n := 0
-	for _, path := range stats {
-		data, err := os.ReadFile(path)
-		if err != nil {
-			continue
-		}
-		_, rest, _ := strings.Cut(string(data), ") ")
-		if f := strings.Fields(rest); len(f) > 1 && f[1] == strconv.Itoa(os.Getpid()) {
 			n++
 		}
 	}

@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/kvport/kvport/internal/machine"
@@ -169,28 +167,12 @@ func waits(number func() int) func() time.Duration {
 		if pid == 0 {
 			return 0
 		}
-		l.folders = l.folders[:0]
-		for kin := []int{pid}; len(kin) > 0 && len(l.folders) < maxKin; kin = kin[1:] {
-			l.folders = append(l.folders, taskFolder(kin[0]))
-			kin = append(kin, childrenOfProcess(kin[0])...)
+		l.folders = append(l.folders[:0], taskFolder(pid))
+		for _, kin := range machine.Descendants(maxKin, pid) {
+			l.folders = append(l.folders, taskFolder(kin))
 		}
 		return l.waited()
 	}
 }
 
 func taskFolder(pid int) string { return fmt.Sprintf("/proc/%d/task", pid) }
-
-// childrenOfProcess are the processes that the threads of one have started. None where the kernel does not say.
-func childrenOfProcess(pid int) []int {
-	var pids []int
-	tasks, _ := os.ReadDir(taskFolder(pid))
-	for _, task := range tasks {
-		data, _ := os.ReadFile(taskFolder(pid) + "/" + task.Name() + "/children") //nolint:gosec // below /proc
-		for text := range strings.FieldsSeq(string(data)) {
-			if child, err := strconv.Atoi(text); err == nil {
-				pids = append(pids, child)
-			}
-		}
-	}
-	return pids
-}

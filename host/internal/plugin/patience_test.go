@@ -2,9 +2,6 @@ package plugin
 
 import (
 	"context"
-	"errors"
-	"os"
-	"os/exec"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -46,16 +43,4 @@ func TestPatience(t *testing.T) {
 	stop()
 	<-ctx.Done()
 	require.False(t, RanOut(ctx), "the caller has given up, not the plugin")
-}
-
-// A plugin waits for what it has started, too.
-func TestChildrenOfProcess(t *testing.T) {
-	cmd := exec.CommandContext(t.Context(), "cat")
-	in, err := cmd.StdinPipe()
-	require.NoError(t, err)
-	require.NoError(t, cmd.Start())
-	defer func() { require.NoError(t, errors.Join(in.Close(), cmd.Wait())) }()
-	require.Contains(t, childrenOfProcess(os.Getpid()), cmd.Process.Pid)
-	require.Empty(t, childrenOfProcess(cmd.Process.Pid))
-	require.Empty(t, childrenOfProcess(1<<30))
 }
