@@ -20,6 +20,13 @@ func multiCase(id, rule, text string, body func(*composite)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{MultiChildren}, Run: rigged(0, false, withChildren(body))}
 }
 
+// resetCase is one for children that can be reset.
+func resetCase(id, rule, text string, body func(*composite)) Case {
+	c := multiCase(id, rule, text, body)
+	c.Needs, c.Optional, c.Run = connector.CanReset, true, rigged(connector.CanReset, false, withChildren(body))
+	return c
+}
+
 // heldCase is one for children that keep blocks for consumers.
 func heldCase(id, rule, text string, body func(*composite)) Case {
 	return Case{
@@ -52,6 +59,7 @@ func multiCases() []Case {
 		multiCase("multi-save-all", "MULTI-03", "Every child has what was saved.", multiSaveAll),
 		multiCase("multi-consumer", "MULTI-03", "Nothing is saved to a child that only loads.", multiConsumer),
 		multiCase("multi-replace", "MULTI-03", "A Save with Replace replaces the block in every child.", multiReplace),
+		resetCase("multi-other-resets", "MULTI-03", "What one engine has found and another one has reset is saved to every child again.", multiOtherResets),
 		multiCase("multi-compose", "MULTI-04", "The first blocks come from one child and the next from another.", multiCompose),
 		multiCase("multi-alternate", "MULTI-04", "Blocks that alternate between two children make one prefix.", multiAlternate),
 		multiCase("multi-gap", "MULTI-04", "An offer ends at the first block that no child has.", multiGap),
@@ -199,6 +207,28 @@ func multiSaveAll(f *composite) {
 	both := f.of(f.a, f.b)
 	keys := both.keys(3)
 	both.save(blocks(0, keys...)...)
+	f.eachHas(keys)
+}
+
+func multiOtherResets(f *composite) {
+	if f.info.Scope == connector.ScopeEngine {
+		f.Skipf("no other engine sees what is stored")
+	}
+	one, other := f.of(f.a, f.b), f.of(f.a, f.b)
+	keys := one.keys(3)
+	one.save(blocks(0, keys...)...)
+	f.equal(len(keys), one.match(keys...), "blocks that are found")
+	resetter, can := connector.As[connector.Resetter](other.scheduler)
+	if !can {
+		f.Skipf("the connector has no Reset")
+	}
+	emptied, err := resetter.Reset(f.Context())
+	f.must(err, "Reset by another engine")
+	if !emptied {
+		f.Skipf("Reset keeps what is stored")
+	}
+	one.save(blocks(0, keys...)...)
+	f.equal(len(keys), other.match(keys...), "blocks that another engine finds")
 	f.eachHas(keys)
 }
 

@@ -109,16 +109,13 @@ func TestSaveLayersOfChildren(t *testing.T) {
 // Rule MULTI-15: SaveLayers lasts until the last layer is final, also where no child has to be sent anything.
 func TestSaveLayersWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		ks := keys(2)
-		shelves := []*shelf{newShelf(ks...)}
+		shelves := []*shelf{newShelf()}
 		children := []multiconnector.Child{{
 			Name: "A", Role: connector.RoleBoth, Patience: time.Minute,
 			Info: connector.Info{Groups: true, Scope: connector.ScopeShared, Capabilities: connector.CanLayers},
 		}}
 		m, err := multiconnector.New("Multi", children)
 		require.NoError(t, err)
-		r := &rig{t: t, sched: m.Scheduler([]connector.Scheduler{shelves[0]}, groups(), nil)}
-		r.match("r", ks) // the shared store is seen to have them
 		h := &layerHand{hand: hand{shelves[0]}, enough: 1}
 		side := m.Worker([]connector.Worker{h}, groups(), nil)
 		kv, err := connector.NewKV(connector.Layout{
@@ -127,7 +124,7 @@ func TestSaveLayersWaits(t *testing.T) {
 		require.NoError(t, err)
 		for _, gone := range []bool{false, true} {
 			count, over := &connector.LayerCount{}, make(chan error, 1)
-			go func() { over <- side.(connector.LayerWorker).SaveLayers(t.Context(), transfer("r", ks), kv, count) }()
+			go func() { over <- side.(connector.LayerWorker).SaveLayers(t.Context(), transfer("r", nil), kv, count) }()
 			synctest.Wait()
 			require.Empty(t, over)
 			if gone {
@@ -139,7 +136,6 @@ func TestSaveLayersWaits(t *testing.T) {
 			}
 		}
 		require.Empty(t, shelves[0].saves)
-		require.NoError(t, r.sched.Close())
 		require.NoError(t, side.Close())
 	})
 }
@@ -188,8 +184,7 @@ func TestLayersAreNotLate(t *testing.T) {
 			m, err := multiconnector.New("Multi", children)
 			require.NoError(t, err)
 			r := &rig{t: t, sched: m.Scheduler([]connector.Scheduler{shelves[0], shelves[1]}, groups(), nil)}
-			r.match("r", ks) // the shared store is seen to have them
-			side := m.Worker([]connector.Worker{&layerHand{hand: hand{shelves[0]}, enough: 3}, &slowLayers{slowHand{takes: time.Hour}}}, groups(), nil)
+				side := m.Worker([]connector.Worker{&layerHand{hand: hand{shelves[0]}, enough: 3}, &slowLayers{slowHand{takes: time.Hour}}}, groups(), nil)
 			w, ok := side.(interface {
 				SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error
 			})

@@ -293,27 +293,19 @@ func TestStoredMeansReachable(t *testing.T) {
 	require.Len(t, private.blocks, 1)
 }
 
-func TestSharedIsNotSentTwice(t *testing.T) {
+// What a shared store was seen to have it gets again: another engine may have reset it since.
+func TestKnownIsSentAgain(t *testing.T) {
 	ks := keys(2)
-	local, one, two := newShelf(), newShelf(ks[0]), newShelf()
+	local, one, two := newShelf(), newShelf(ks...), newShelf()
 	r := newRig(t, func(cs []multiconnector.Child) {
 		cs[1].Info.Scope, cs[2].Info.Scope = connector.ScopeShared, connector.ScopeShared
 	}, local, one, two)
-	r.match("r", ks)
-	require.NoError(t, r.worker.Save(t.Context(), transfer("other", ks), r.kv))
-	require.Len(t, local.blocks, 2)
-	require.Len(t, one.saves[0].Blocks, 1)
-	require.Equal(t, ks[1], one.saves[0].Blocks[0].Key)
-	require.Len(t, two.saves[0].Blocks, 1)
-	damaged := transfer("other", ks)
-	damaged.Replace = true
-	require.NoError(t, r.worker.Save(t.Context(), damaged, r.kv))
-	require.Len(t, one.saves[1].Blocks, 2)
-	one.loadErr, two.loadErr = connector.ErrGone, connector.ErrGone
-	local.loadErr = connector.ErrGone
-	require.Error(t, r.worker.Load(t.Context(), transfer("r", ks), r.kv))
+	require.Equal(t, 2*blockTokens, r.match("r", ks).Tokens)
+	clear(one.blocks)
 	require.NoError(t, r.worker.Save(t.Context(), transfer("r", ks), r.kv))
-	require.Len(t, one.saves[2].Blocks, 2, "it does not have it after all")
+	for _, child := range []*shelf{local, one, two} {
+		require.Len(t, child.blocks, 2)
+	}
 }
 
 // vllm#34526: a block is not stored before it is loaded.

@@ -99,7 +99,6 @@ type Multi struct {
 	info     connector.Info
 	run      Runner
 	routes   routes
-	seen     seen // in children of scope shared, by their answers to Match
 	stored   seen // what was loaded from or saved to shared stores, or found there: tickets name it
 }
 

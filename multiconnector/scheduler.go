@@ -256,11 +256,10 @@ func (f *search) reach(child int) int {
 	return a.end
 }
 
-// see remembers what a child of scope shared has answered that it has: it is not sent there again, and tickets name it. What the child
-// does not offer is sent again, also if it had it once.
+// see remembers what a shared store has answered that it has, for tickets.
 func (s *scheduler) see(f *search, child int) {
 	a, c := &f.known[child], &s.children[child]
-	if f.q.Request == "" || a.from < 0 || c.Info.Scope != connector.ScopeShared {
+	if f.q.Request == "" || a.from < 0 || !c.isSharedStore() {
 		return
 	}
 	if len(s.groups) != 1 {
@@ -268,13 +267,7 @@ func (s *scheduler) see(f *search, child int) {
 	}
 	first, last := a.from/s.unit, min(max(a.from, a.end)/s.unit, len(f.q.Keys))
 	keys := f.q.Keys[min(first, last):last]
-	if c.Role.Saves() {
-		s.seen.add(child, keys)
-		s.seen.absent(child, f.q.Keys[last:])
-	}
-	if c.isSharedStore() {
-		s.stored.add(child, keys)
-	}
+	s.stored.add(child, keys)
 }
 
 // Reset implements connector.Resetter. It is true only if every child has forgotten everything.
@@ -292,7 +285,6 @@ func (s *scheduler) Reset(ctx context.Context) (emptied bool, err error) {
 		errs = append(errs, s.children[i].named(err))
 	}
 	s.routes.clear()
-	s.seen.clear()
 	s.stored.clear()
 	return emptied, errors.Join(errs...)
 }
@@ -391,7 +383,7 @@ func (r route) first(end int) (child int, ok bool) {
 // many at most.
 const maxSeen = 1 << 16
 
-// seen is what children of scope shared were seen to have, or were sent.
+// seen is what shared stores were seen to have, or were sent.
 type seen struct {
 	mu        sync.Mutex
 	keys, old map[connector.BlockKey]uint32 // the children, as bits: what was added last, and before that
@@ -421,15 +413,6 @@ func (s *seen) lost(child int, blocks []connector.Block) {
 	}
 }
 
-// absent forgets that a child has some blocks: it does not offer them any more.
-func (s *seen) absent(child int, keys []connector.BlockKey) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, k := range keys {
-		s.forget(child, k)
-	}
-}
-
 // forget forgets one block. The caller holds mu.
 func (s *seen) forget(child int, k connector.BlockKey) {
 	for _, keys := range []map[connector.BlockKey]uint32{s.keys, s.old} {
@@ -447,13 +430,6 @@ func (s *seen) prefix(child int, blocks []connector.Block) (n int) {
 		n++
 	}
 	return n
-}
-
-// any reports whether a child has a block.
-func (s *seen) any(k connector.BlockKey) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.of(k) != 0
 }
 
 func (s *seen) clear() {

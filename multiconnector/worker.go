@@ -257,7 +257,6 @@ func (l *loading) run(ctx context.Context, asks []ask) {
 		if errs[i] == nil {
 			continue
 		}
-		l.seen.lost(asks[i].child, l.t.Blocks)
 		l.stored.lost(asks[i].child, l.t.Blocks)
 		if c.Fail {
 			errs[i] = errors.Join(errs[i], ErrFail)
@@ -365,8 +364,8 @@ func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *con
 
 // save saves by a function that moves one child's part, and says if the blocks are being computed.
 func (w *worker) save(t *connector.Transfer, promised func(), computing bool, move func(p *saving, child int, part *connector.Transfer) error) error {
-	stored := w.twice(t)
-	shares, err := w.saves(t, stored)
+	stored := make([]bool, len(t.Blocks))
+	shares, err := w.saves(t)
 	if err != nil {
 		return err
 	}
@@ -438,8 +437,9 @@ func (w *worker) partsOf(t *connector.Transfer, s *share, busy map[int]bool) (in
 	return s.indexes, []connector.Transfer{part}
 }
 
-// saves says which child gets which blocks.
-func (w *worker) saves(t *connector.Transfer, skip []bool) ([]share, error) {
+// saves says which child gets which blocks: every one that saves gets all. Whether a store has a block already is its own matter: what it
+// said of that in an earlier Match may be over, since another engine may have reset it.
+func (w *worker) saves(t *connector.Transfer) ([]share, error) {
 	if len(t.Extra) > 0 {
 		return unpackShares(t.Extra, len(w.children), len(t.Blocks))
 	}
@@ -450,28 +450,16 @@ func (w *worker) saves(t *connector.Transfer, skip []bool) ([]share, error) {
 		}
 		s := share{child: i, from: t.From, tokens: t.Tokens}
 		for k := range t.Blocks {
-			if !skip[k] || w.children[i].Info.Scope != connector.ScopeShared {
-				s.indexes = append(s.indexes, k)
-			}
+			s.indexes = append(s.indexes, k)
 		}
 		if len(s.indexes) > 0 {
 			out = append(out, s)
 		}
 	}
-	if len(out) == 0 && len(t.Blocks) > 0 && !slices.Contains(skip, true) {
+	if len(out) == 0 && len(t.Blocks) > 0 {
 		return nil, fmt.Errorf("no child saves: %w", connector.ErrGone)
 	}
 	return out, nil
-}
-
-// twice marks the blocks that a child of scope shared was seen to have: none of that scope is sent
-// them again. A damaged block is sent to all.
-func (w *worker) twice(t *connector.Transfer) []bool {
-	skip := make([]bool, len(t.Blocks))
-	for i, b := range t.Blocks {
-		skip[i] = len(t.Extra) == 0 && !t.Replace && b.Key != (connector.BlockKey{}) && w.seen.any(b.Key)
-	}
-	return skip
 }
 
 // reaches reports whether consumers other than this engine can see what a child stores.

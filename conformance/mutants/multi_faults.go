@@ -40,6 +40,7 @@ func multiMutants() []Mutant {
 			}}
 		}},
 		{"tells the first child alone to replace", "multi-replace", func() multiKnobs { return multiKnobs{worker: replacesFirst} }},
+		{"sends a child nothing that it was sent before", "multi-other-resets", func() multiKnobs { return multiKnobs{worker: once} }},
 		{"takes the whole prefix from one child", "multi-compose", func() multiKnobs { return multiKnobs{scheduler: fromZero} }},
 		{"asks children only near the begin of a prompt", "multi-alternate", func() multiKnobs { return multiKnobs{scheduler: nearOnly} }},
 		{"offers what lies behind a gap", "multi-gap", func() multiKnobs { return multiKnobs{joint: addsUp} }},
@@ -329,6 +330,22 @@ func saves(wanted func(i int) bool) func(int, connector.Worker) connector.Worker
 		}
 		return multiWorker{Worker: w, save: forgetting}
 	}
+}
+
+// once gives a child those blocks that it was not given before.
+func once(_ int, w connector.Worker) connector.Worker {
+	given := map[connector.BlockKey]bool{}
+	return multiWorker{Worker: w, save: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		left := *t
+		left.Blocks = slices.DeleteFunc(slices.Clone(t.Blocks), func(b connector.Block) bool { return given[b.Key] && !t.Replace })
+		if len(left.Blocks) == 0 {
+			return nil
+		}
+		for _, b := range left.Blocks {
+			given[b.Key] = true
+		}
+		return w.Save(ctx, &left, kv)
+	}}
 }
 
 func notNested(_ int, w connector.Worker) connector.Worker {
