@@ -20,10 +20,10 @@ func multiCase(id, rule, text string, body func(*composite)) Case {
 	return Case{ID: id, Rule: rule, Text: text, Profiles: []Profile{MultiChildren}, Run: rigged(0, false, withChildren(body))}
 }
 
-// resetCase is one for children that can be reset.
+// resetCase is one for children that can be reset by another engine.
 func resetCase(id, rule, text string, body func(*composite)) Case {
 	c := multiCase(id, rule, text, body)
-	c.Needs, c.Optional, c.Run = connector.CanReset, true, rigged(connector.CanReset, false, withChildren(body))
+	c.Optional = true
 	return c
 }
 

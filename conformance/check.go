@@ -26,7 +26,7 @@ type Options struct {
 	Seed     uint64        // of sizes, orders, bytes and random histories; keys differ in every run
 	Budget   time.Duration // of each case that plays random histories; 0: 1 s
 	Log      *slog.Logger  // what the connector logs (behind Wire: nothing), and its process writes to standard error, each line with its case; nil: nothing
-	Deadline time.Duration // of one case; 0: 60 s
+	Deadline time.Duration // of one case; 0: 60 s, and 240 s when it runs again because the machine was busy
 	Only     []string      // ids of the cases to run; nil: those of the profiles
 	FailFast bool          // end the run at the first case that failed
 	Progress func(Result)  // called when a case ended
@@ -281,7 +281,7 @@ type settings struct {
 	salt     string
 	log      *slog.Logger
 	deadline time.Duration
-	again    bool // the case was inconclusive before
+	again    bool // the case was inconclusive before, and gets more time
 	budget   time.Duration
 	info     *connector.Info // nil: not known
 	fresh    Maker           // of the case's connector, with a backend of its own
@@ -300,9 +300,9 @@ func (s *settings) harness(newHarness Maker) (Harness, error) {
 	return h, err
 }
 
-// patient are the settings of a case that runs again: a machine that was busy may be so still.
+// patient are the settings of a case that runs again: a machine that was busy may be so still. A deadline that somebody has set stays what it is.
 func (s settings) patient() settings {
-	s.again = true
+	s.again = s.deadline == defaultDeadline
 	return s
 }
 
@@ -361,34 +361,39 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 		rec.words = append(d.lastWords(), rec.words...)
 	}
 	hung = !rec.closes(h, s.limit()+patience) || hung
-	rec.load.end()
+	rec.load.end() // it would be left, too
 	if !hung && rec.is(Pass, Skip) { // a case that gave up has left things
-		if leak := before.waitForLeaks(grace); leak != "" {
-			rec.Errorf("left after the case: %s", leak)
-		}
+		rec.leaves(before)
 	}
 	return rec.result(c)
 }
 
-// closes closes the harness of a case and reports whether that has ended. Its folder may hold all that a store has written, and a machine
-// that is busy removes it slowly, so it has the time of a case.
+// closes closes the harness of a case and reports whether that has ended. What it has left to do is the suite's own work, such as to remove
+// all that a store has written, which takes long on a busy machine or a busy disk. So it has the time of a case, and where that is too short
+// it says nothing of the connector.
 func (r *recorder) closes(h Harness, limit time.Duration) bool {
-	closed, began := make(chan error, 1), time.Now()
-	go func() { closed <- h.Close() }()
-	select {
-	case err := <-closed:
-		if err != nil {
+	ctx, cancel := context.WithTimeout(r.run, limit)
+	defer cancel()
+	ended := within(ctx, grace, func() {
+		if err := h.Close(); err != nil {
 			r.trouble("close", err)
 		}
-		return true
-	case <-time.After(limit):
+	})
+	if !ended {
+		r.note(Inconclusive, fmt.Sprintf("what the case ran with does not close within %v", limit+grace))
 	}
+	return ended
+}
+
+// leaves says what is left after a case. On a machine that was busy it may only be late.
+func (r *recorder) leaves(before snapshot) {
 	status := Fail
-	if r.load.busy(began) {
+	if r.load.busy(r.start) {
 		status = Inconclusive
 	}
-	r.note(status, fmt.Sprintf("what the case ran with does not close within %v", limit))
-	return false
+	if leak := before.waitForLeaks(grace); leak != "" {
+		r.note(status, "left after the case: "+leak)
+	}
 }
 
 // begin makes the harness of a case; nil if the case cannot run, and has its status.

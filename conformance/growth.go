@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io/fs"
@@ -35,6 +36,9 @@ const (
 	kinds
 )
 
+// mostProcesses bounds how many processes of a connector are counted.
+const mostProcesses = 1 << 12
+
 // tolerances are by how much each may grow without a word.
 func tolerances() resources {
 	return resources{descriptors: 8, sockets: 8, threads: 12, processes: 2, files: 8, memory: 12 << 20}
@@ -56,7 +60,7 @@ func held(pid int, folder string) (r resources) {
 	}
 	tasks, _ := filepath.Glob(proc + "/task/*")
 	r[threads] = int64(len(tasks))
-	r[processes] = int64(len(machine.Children(pid)))
+	r[processes] = int64(len(machine.Descendants(mostProcesses, cmp.Or(pid, os.Getpid()))))
 	if folder != "" {
 		_ = filepath.WalkDir(folder, func(string, fs.DirEntry, error) error {
 			r[files]++

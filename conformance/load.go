@@ -21,13 +21,14 @@ const (
 	loadTick    = 100 * time.Millisecond
 	loadStretch = 4  // a busy machine stretches a wait by this factor at most
 	busyShare   = 3  // the machine is busy if a thread waits for a processor for a third of the time
-	mostKin     = 64 // of the processes that those of a connector start, so many are watched
+	mostKin     = 64 // of the processes that a connector starts, that many are watched
 )
 
 // load watches some processes.
 type load struct {
 	mu      sync.Mutex
-	threads map[string]machine.SchedStat // so far; nil: not looked yet
+	threads map[string]machine.SchedStat // so far
+	took    time.Duration                // the last sample
 	pids    []int                        // of the connector; the processes that they start are watched as well
 	marks   []mark
 	stop    context.CancelFunc
@@ -43,7 +44,10 @@ type mark struct {
 // watchLoad begins to watch this process; end ends it.
 func watchLoad() *load {
 	ctx, cancel := context.WithCancel(context.Background())
-	l := &load{marks: []mark{{at: time.Now()}}, stop: cancel, done: make(chan struct{})}
+	l := &load{
+		threads: maps.Collect(machine.SchedStats(foldersOf(nil)...)), marks: []mark{{at: time.Now()}},
+		stop: cancel, done: make(chan struct{}),
+	}
 	go func() {
 		defer close(l.done)
 		ticker := time.NewTicker(loadTick)
@@ -65,23 +69,25 @@ func (l *load) end() {
 	<-l.done
 }
 
-// watch watches one process more.
+// watch watches one process more. What its threads have waited before does not count.
 func (l *load) watch(pid int) {
 	if l == nil || pid == 0 {
 		return
 	}
+	before := maps.Collect(machine.SchedStats(foldersOf([]int{pid})...))
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.pids = append(l.pids, pid)
+	maps.Copy(l.threads, before)
 }
 
-// folders are those of the threads that are watched: the suite's, the connector's, and those of the processes that it has started.
-func (l *load) folders() []string {
+// foldersOf are those of the threads that are watched: the suite's, those of some processes, and of what these have started.
+func foldersOf(pids []int) []string {
 	folders := []string{"/proc/self/task"}
-	if len(l.pids) == 0 {
+	if len(pids) == 0 {
 		return folders
 	}
-	for _, pid := range slices.Concat(l.pids, machine.Descendants(mostKin, l.pids...)) {
+	for _, pid := range slices.Concat(pids, machine.Descendants(mostKin, pids...)) {
 		folders = append(folders, fmt.Sprintf("/proc/%d/task", pid))
 	}
 	return folders
@@ -90,22 +96,28 @@ func (l *load) folders() []string {
 // sample looks at the threads that are watched.
 func (l *load) sample(now time.Time) {
 	l.mu.Lock()
+	pids := slices.Clone(l.pids)
+	l.mu.Unlock()
+	threads := maps.Collect(machine.SchedStats(foldersOf(pids)...))
+	took := time.Since(now)
+	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.add(now, maps.Collect(machine.SchedStats(l.folders()...)))
+	l.add(now, threads)
+	l.took = took
 }
 
-// add adds what was lost since the last sample: what the thread that waited longest waited for a processor, or what this sample comes too late.
-// A thread that was not there at the last one has begun since.
+// add adds what was lost since the last sample: what the thread that waited longest waited for a processor, or what this sample comes later than
+// the last one let it. A thread that was not seen before has begun since. The caller holds mu.
 func (l *load) add(now time.Time, threads map[string]machine.SchedStat) {
 	last := l.marks[len(l.marks)-1]
 	passed := now.Sub(last.at)
-	lost := max(passed-loadTick, 0)
+	lost := max(passed-max(loadTick, l.took), 0)
 	for path, is := range threads {
-		if was := l.threads[path]; l.threads != nil && is.Waited > was.Waited {
+		if was := l.threads[path]; is.Waited > was.Waited {
 			lost = max(lost, time.Duration(is.Waited-was.Waited)) //nolint:gosec // less than a life
 		}
 	}
-	l.threads = threads
+	maps.Copy(l.threads, threads) // a look may miss a thread that the next one sees
 	l.marks = append(l.marks, mark{now, last.lost + min(lost, passed)})
 }
 

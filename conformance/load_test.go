@@ -30,33 +30,31 @@ func TestLoadOfDescendants(t *testing.T) {
 	child, err := strconv.Atoi(strings.TrimSpace(line))
 	require.NoError(t, err)
 
-	var l load
-	require.Equal(t, []string{"/proc/self/task"}, l.folders())
-	l.watch(plugin.Process.Pid)
-	require.Equal(t, []string{"/proc/self/task", procOf(plugin.Process.Pid) + "/task", procOf(child) + "/task"}, l.folders())
+	require.Equal(t, []string{"/proc/self/task"}, foldersOf(nil))
+	require.Equal(t, []string{"/proc/self/task", procOf(plugin.Process.Pid) + "/task", procOf(child) + "/task"}, foldersOf([]int{plugin.Process.Pid}))
 	require.NoError(t, ours.Close())
 	require.NoError(t, plugin.Wait())
 }
 
-// The first sample knows only what threads have waited in all, and later ones what they have waited since; a thread that was not there before
-// has begun since. Nobody waits for longer than has passed.
+// What threads have waited before is known, and later samples count what they have waited since; a thread that was not seen before has begun since,
+// and one that was missed for a while has not. Nobody waits for longer than has passed, and a sample that takes long makes the next one late.
 func TestSamples(t *testing.T) {
+	const ms = time.Millisecond
 	at := time.Now()
-	l := &load{marks: []mark{{at: at}}}
-	next := func(waited map[string]time.Duration) time.Duration {
-		threads := map[string]machine.SchedStat{}
-		for path, d := range waited {
-			threads[path] = machine.SchedStat{Waited: uint64(d)} //nolint:gosec // not negative
-		}
-		at = at.Add(loadTick)
+	waited := func(d time.Duration) machine.SchedStat { return machine.SchedStat{Waited: uint64(d)} } //nolint:gosec // not negative
+	l := &load{marks: []mark{{at: at}}, threads: map[string]machine.SchedStat{"a": waited(time.Hour)}}
+	next := func(passed time.Duration, threads map[string]machine.SchedStat) time.Duration {
+		at = at.Add(passed)
 		before := l.marks[len(l.marks)-1].lost
 		l.add(at, threads)
 		return l.marks[len(l.marks)-1].lost - before
 	}
-	const ms = time.Millisecond
-	require.Zero(t, next(map[string]time.Duration{"a": time.Hour}))
-	require.Equal(t, 30*ms, next(map[string]time.Duration{"a": time.Hour + 30*ms}))
-	require.Equal(t, 40*ms, next(map[string]time.Duration{"a": time.Hour + 31*ms, "b": 40 * ms}))
-	require.Equal(t, loadTick, next(map[string]time.Duration{"a": time.Hour + 31*ms, "c": time.Second}))
-	require.Zero(t, next(nil))
+	require.Zero(t, next(loadTick, map[string]machine.SchedStat{"a": waited(time.Hour)}))
+	require.Equal(t, 30*ms, next(loadTick, map[string]machine.SchedStat{"a": waited(time.Hour + 30*ms)}))
+	require.Equal(t, 40*ms, next(loadTick, map[string]machine.SchedStat{"b": waited(40 * ms)}))
+	require.Equal(t, loadTick, next(loadTick, map[string]machine.SchedStat{"a": waited(time.Hour + 30*ms), "c": waited(time.Second)}))
+	require.Zero(t, next(loadTick, map[string]machine.SchedStat{"a": waited(time.Hour + 30*ms)}))
+	require.Equal(t, 50*ms, next(loadTick+50*ms, nil))
+	l.took = loadTick + 50*ms
+	require.Zero(t, next(loadTick+50*ms, nil))
 }

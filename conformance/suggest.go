@@ -33,6 +33,7 @@ func Suggest(ctx context.Context, newHarness Maker, o Options) (profiles []Profi
 			return nil, nil, errors.New(strings.Join(r.Log, "; "))
 		}
 		err = fmt.Errorf("%w: %s", ErrInconclusive, strings.Join(r.Log, "; "))
+		s = s.patient()
 	}
 	return nil, nil, err
 }

@@ -178,7 +178,7 @@ func kvportImports() map[string][]string {
 		"sdk/internal/peer": {"connector", "pipe", "lookupbuffer", "internal/wire"},
 
 		"host/internal/config":   {"internal/strictjson"},
-		"host/internal/leaktest": {},
+		"host/internal/leaktest": {"internal/machine"},
 		"host/internal/plugin":   {"connector", "host/internal/config", "proto/...", "internal/strictjson", "internal/wire", "internal/sandbox", "internal/shm", "internal/fault", "internal/machine"},
 
 		"verify/bench":     {"...", "!connectors/...", "!plugins/...", "plugins", "!cmd/...", "!examples/..."},

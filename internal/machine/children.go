@@ -11,7 +11,7 @@ import (
 // Children are the processes that one has started and that are not reaped; pid 0 is this one.
 func Children(pid int) []int { return newFamily().children(pid) }
 
-// Descendants are the children of some processes, their children, and so on, at most so many, the older generations first. What a dead
+// Descendants are the children of some processes, their children, and so on, the older generations first, not more than most. What a dead
 // process has started is a child of another one, and not among them.
 func Descendants(most int, pids ...int) []int {
 	f := newFamily()
@@ -30,11 +30,14 @@ type family struct {
 	byParent map[int][]int // nil: the kernel lists them
 }
 
-func newFamily() *family { return familyIn("/proc") }
+func newFamily() *family {
+	_, err := os.Stat(fmt.Sprintf("/proc/self/task/%d/children", os.Getpid()))
+	return familyIn("/proc", err == nil)
+}
 
-func familyIn(proc string) *family {
+func familyIn(proc string, listed bool) *family {
 	f := &family{proc: proc}
-	if listed, _ := filepath.Glob(filepath.Join(proc, "self/task/*/children")); len(listed) > 0 {
+	if listed {
 		return f
 	}
 	f.byParent = map[int][]int{}
@@ -68,9 +71,10 @@ func (f *family) children(pid int) (pids []int) {
 	if f.byParent != nil {
 		return f.byParent[pid]
 	}
-	lists, _ := filepath.Glob(filepath.Join(f.proc, fmt.Sprintf("%d/task/*/children", pid)))
-	for _, list := range lists {
-		data, _ := os.ReadFile(list) //nolint:gosec // below /proc
+	folder := filepath.Join(f.proc, strconv.Itoa(pid), "task")
+	threads, _ := os.ReadDir(folder) // not by a pattern: that would list all that /proc has of each thread
+	for _, thread := range threads {
+		data, _ := os.ReadFile(filepath.Join(folder, thread.Name(), "children")) //nolint:gosec // below /proc
 		for text := range strings.FieldsSeq(string(data)) {
 			if child, err := strconv.Atoi(text); err == nil {
 				pids = append(pids, child)

@@ -53,19 +53,17 @@ func TestFamilyOfBothKernels(t *testing.T) {
 		require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
 	}
 	lists := t.TempDir()
-	put(lists, "self/task/7/children", "")
 	put(lists, "7/task/7/children", "8 ")
 	put(lists, "7/task/9/children", "10 11 ")
-	require.Equal(t, []int{8, 10, 11}, familyIn(lists).children(7))
+	require.Equal(t, []int{8, 10, 11}, familyIn(lists, true).children(7))
 
 	silent := t.TempDir()
-	put(silent, "self/task/7/comm", "x")
 	put(silent, "7/stat", "7 (a) S 1 7")
 	put(silent, "8/stat", "8 (a b) R 1 (c)) S 7 8")
 	put(silent, "9/stat", "9 (c) Z 8 9")
 	put(silent, "10/stat", "") // it has just ended
 	put(silent, "uptime", "1")
-	require.Equal(t, []int{8}, familyIn(silent).children(7))
-	require.Equal(t, []int{9}, familyIn(silent).children(8))
-	require.Empty(t, familyIn(silent).children(9))
+	require.Equal(t, []int{8}, familyIn(silent, false).children(7))
+	require.Equal(t, []int{9}, familyIn(silent, false).children(8))
+	require.Empty(t, familyIn(silent, false).children(9))
 }
