@@ -234,9 +234,8 @@ func (o *Options) byTicket() bool {
 // prepare fills in the defaults and asks the connector what it is. If that fails every case will
 // ask, and say so.
 func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
-	if o.Deadline == 0 {
-		o.Deadline = defaultDeadline
-	}
+	fixed := o.Deadline != 0
+	o.Deadline = cmp.Or(o.Deadline, defaultDeadline)
 	if o.Budget <= 0 {
 		o.Budget = defaultBudget
 	}
@@ -248,7 +247,7 @@ func (o *Options) prepare(ctx context.Context, newHarness Maker) settings {
 	}
 	salt := make([]byte, 16)
 	_, _ = rand.Read(salt) // never fails
-	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline, budget: o.Budget, seen: new(sighting)}
+	s := settings{seed: o.Seed, salt: hex.EncodeToString(salt), log: o.Log, deadline: o.Deadline, fixed: fixed, budget: o.Budget, seen: new(sighting)}
 	warmUp()
 	checkCase(ctx, Case{ID: "before", Run: func(t T, h Harness) {
 		r := newRig(t, h)
@@ -281,6 +280,7 @@ type settings struct {
 	salt     string
 	log      *slog.Logger
 	deadline time.Duration
+	fixed    bool // somebody has set it
 	again    bool // the case was inconclusive before, and gets more time
 	budget   time.Duration
 	info     *connector.Info // nil: not known
@@ -302,14 +302,14 @@ func (s *settings) harness(newHarness Maker) (Harness, error) {
 
 // patient are the settings of a case that runs again: a machine that was busy may be so still. A deadline that somebody has set stays what it is.
 func (s settings) patient() settings {
-	s.again = s.deadline == defaultDeadline
+	s.again = !s.fixed
 	return s
 }
 
 // limit is how long a case may run.
 func (s *settings) limit() time.Duration {
 	if s.again {
-		return loadStretch * s.deadline
+		return s.deadline + (loadStretch-1)*defaultDeadline
 	}
 	return s.deadline
 }
@@ -360,8 +360,8 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	if d, ok := h.(interface{ lastWords() []string }); ok && rec.is(Fail) {
 		rec.words = append(d.lastWords(), rec.words...)
 	}
-	hung = !rec.closes(h, s.limit()+patience) || hung
-	rec.load.end() // it would be left, too
+	hung = !rec.closes(h, s.limit(), grace+patience) || hung
+	rec.load.end()                   // it would be left, too
 	if !hung && rec.is(Pass, Skip) { // a case that gave up has left things
 		rec.leaves(before)
 	}
@@ -370,29 +370,37 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 
 // closes closes the harness of a case and reports whether that has ended. What it has left to do is the suite's own work, such as to remove
 // all that a store has written, which takes long on a busy machine or a busy disk. So it has the time of a case, and where that is too short
-// it says nothing of the connector.
-func (r *recorder) closes(h Harness, limit time.Duration) bool {
+// it says nothing of the connector. After an interruption, patience is left.
+func (r *recorder) closes(h Harness, limit, patience time.Duration) bool {
+	began := time.Now()
 	ctx, cancel := context.WithTimeout(r.run, limit)
 	defer cancel()
-	ended := within(ctx, grace, func() {
+	ended := within(ctx, patience, func() {
 		if err := h.Close(); err != nil {
 			r.trouble("close", err)
 		}
 	})
 	if !ended {
-		r.note(Inconclusive, fmt.Sprintf("what the case ran with does not close within %v", limit+grace))
+		r.note(Inconclusive, fmt.Sprintf("what the case ran with does not close within %v", time.Since(began).Round(time.Second)))
 	}
 	return ended
 }
 
-// leaves says what is left after a case. On a machine that was busy it may only be late.
+// leaves says what is left after a case. What a busy machine ends late is waited for longer, and says nothing after that.
 func (r *recorder) leaves(before snapshot) {
-	status := Fail
-	if r.load.busy(r.start) {
-		status = Inconclusive
+	now, began := watchLoad(), time.Now()
+	defer now.end()
+	before.goroutines++ // the one that watches
+	leak := before.waitForLeaks(grace)
+	for n := 1; n < loadStretch && leak != "" && now.busy(began); n++ {
+		leak = before.waitForLeaks(grace)
 	}
-	if leak := before.waitForLeaks(grace); leak != "" {
-		r.note(status, "left after the case: "+leak)
+	switch {
+	case leak == "":
+	case now.busy(began):
+		r.note(Inconclusive, fmt.Sprintf("left after the case: %s; the machine is busy", leak))
+	default:
+		r.Errorf("left after the case: %s", leak)
 	}
 }
 

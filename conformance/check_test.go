@@ -52,7 +52,7 @@ func TestHarnessThatDoesNotClose(t *testing.T) {
 	}
 	r := checkCase(t.Context(), c, maker, settings{deadline: time.Millisecond})
 	require.Equal(t, Inconclusive, r.Status, r.Log)
-	require.Equal(t, []string{"what the case ran with does not close within 10.001s"}, r.Log)
+	require.Contains(t, r.Log[0], "what the case ran with does not close within ")
 
 	ctx, cancel := context.WithCancel(t.Context())
 	c.Run = func(T, Harness) { cancel() }
@@ -63,23 +63,24 @@ func TestHarnessThatDoesNotClose(t *testing.T) {
 
 // A case that runs again has four times as long, unless somebody has set its deadline.
 func TestRepeatedCaseHasLonger(t *testing.T) {
-	for _, of := range []struct{ deadline, again time.Duration }{{defaultDeadline, 4 * defaultDeadline}, {time.Hour, time.Hour}} {
+	for _, fixed := range []bool{false, true} {
 		var limit time.Duration
-		began := time.Now()
+		var began time.Time
 		c := Case{ID: "case", Rule: "RULE-01", Text: "It works.", Run: func(c T, _ Harness) {
 			end, _ := c.Context().Deadline()
 			limit = end.Sub(began)
 		}}
-		s := settings{deadline: of.deadline}
-		for _, again := range []bool{false, true} {
-			want := of.deadline
-			if again {
-				s, want = s.patient(), of.again
+		s := settings{deadline: defaultDeadline, fixed: fixed}
+		for n := range 3 {
+			want := defaultDeadline
+			if n > 0 && !fixed {
+				want = loadStretch * defaultDeadline
 			}
 			began = time.Now()
 			require.Equal(t, Pass, checkCase(t.Context(), c, InProcess(connector.Plugin{}, nil), s).Status)
 			require.GreaterOrEqual(t, limit, want)
-			require.Less(t, limit, want+of.deadline, "%v, again: %v", of.deadline, again)
+			require.Less(t, limit, want+defaultDeadline, "run %d, fixed: %v", n, fixed)
+			s = s.patient()
 		}
 	}
 }

@@ -78,7 +78,11 @@ func (l *load) watch(pid int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.pids = append(l.pids, pid)
-	maps.Copy(l.threads, before)
+	for path, is := range before {
+		if _, known := l.threads[path]; !known {
+			l.threads[path] = is
+		}
+	}
 }
 
 // foldersOf are those of the threads that are watched: the suite's, those of some processes, and of what these have started.

@@ -325,11 +325,16 @@ func (h *process) Close() error {
 	h.mu.Lock()
 	running := h.running
 	h.mu.Unlock()
+	var errs []error
 	for _, p := range running {
 		p.Kill()
-		<-p.Done()
+		select {
+		case <-p.Done():
+		case <-time.After(controlLimit):
+			errs = append(errs, fmt.Errorf("the plugin's process %d does not end %v after SIGKILL", p.PID(), controlLimit))
+		}
 	}
-	return h.base.Close()
+	return errors.Join(append(errs, h.base.Close())...)
 }
 
 // lineCounter is a slog.Handler that counts what an operator would see, and passes everything on.

@@ -19,13 +19,13 @@ func (w *worker) SaveLayers(ctx context.Context, t *connector.Transfer, kv *conn
 
 // SaveLayersTelling is SaveLayers, which calls promised as SaveTelling does.
 func (w *worker) SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error {
-	err := w.save(t, promised, true, func(p *saving, child int, part *connector.Transfer) error {
-		return w.layersTo(ctx, child, part, kv, &told{Progress: progress, all: kv.Layout().Layers(), computed: p.computed})
+	err := w.save(t, promised, func(child int, part *connector.Transfer) error {
+		return w.layersTo(ctx, child, part, kv, &told{Progress: progress, all: kv.Layout().Layers()})
 	})
 	if err != nil {
 		return err
 	}
-	return connector.AwaitLayers(ctx, progress, kv.Layout().Layers()) // perhaps no child had to be asked
+	return connector.AwaitLayers(ctx, progress, kv.Layout().Layers()) // a transfer without blocks asks no child
 }
 
 // layersTo saves a part to one child while its layers are computed.
@@ -35,7 +35,6 @@ func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transf
 		if err := connector.AwaitLayers(ctx, progress.Progress, progress.all); err != nil {
 			return err
 		}
-		progress.computed()
 		return w.sides[child].Save(ctx, part, kv)
 	}
 	err := side.SaveLayers(ctx, part, kv, progress)
@@ -49,8 +48,7 @@ func (w *worker) layersTo(ctx context.Context, child int, part *connector.Transf
 // one that answers before the last layer has reached it may pass: digests find what it has not read.
 type told struct {
 	connector.Progress
-	all      int
-	computed func() // called when all layers are final
+	all int
 
 	mu   sync.Mutex
 	most int
@@ -60,12 +58,8 @@ type told struct {
 func (p *told) Wait(ctx context.Context, seen int) (int, error) {
 	n, err := p.Progress.Wait(ctx, seen)
 	p.mu.Lock()
-	last := n >= p.all && p.most < p.all
 	p.most = max(p.most, n)
 	p.mu.Unlock()
-	if last {
-		p.computed()
-	}
 	return n, err
 }
 

@@ -166,8 +166,8 @@ func (h *slowLayers) SaveLayers(ctx context.Context, t *connector.Transfer, kv *
 	return h.Save(ctx, t, kv)
 }
 
-// While blocks are being computed nobody is late, and nothing is promised: the patience with a child begins with the last layer, also
-// where a shared store has the blocks.
+// While blocks are being computed nobody is late, and nothing is promised: the patience with a child begins when another one has
+// stored the last layer.
 func TestLayersAreNotLate(t *testing.T) {
 	for _, powers := range []connector.Capability{0, connector.CanLayers} {
 		synctest.Test(t, func(t *testing.T) {
@@ -184,7 +184,7 @@ func TestLayersAreNotLate(t *testing.T) {
 			m, err := multiconnector.New("Multi", children)
 			require.NoError(t, err)
 			r := &rig{t: t, sched: m.Scheduler([]connector.Scheduler{shelves[0], shelves[1]}, groups(), nil)}
-				side := m.Worker([]connector.Worker{&layerHand{hand: hand{shelves[0]}, enough: 3}, &slowLayers{slowHand{takes: time.Hour}}}, groups(), nil)
+			side := m.Worker([]connector.Worker{&layerHand{hand: hand{shelves[0]}, enough: 3}, &slowLayers{slowHand{takes: time.Hour}}}, groups(), nil)
 			w, ok := side.(interface {
 				SaveLayersTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, progress connector.Progress, promised func()) error
 			})

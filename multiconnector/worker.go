@@ -359,11 +359,11 @@ func (w *worker) Save(ctx context.Context, t *connector.Transfer, kv *connector.
 // A ticket promises what the children have that keep finished blocks for consumers, if there are such, else
 // every block that is stored as Save says. promised is called once at most, and not where a block has failed.
 func (w *worker) SaveTelling(ctx context.Context, t *connector.Transfer, kv *connector.KV, promised func()) error {
-	return w.save(t, promised, false, func(_ *saving, child int, part *connector.Transfer) error { return w.sides[child].Save(ctx, part, kv) })
+	return w.save(t, promised, func(child int, part *connector.Transfer) error { return w.sides[child].Save(ctx, part, kv) })
 }
 
-// save saves by a function that moves one child's part, and says if the blocks are being computed.
-func (w *worker) save(t *connector.Transfer, promised func(), computing bool, move func(p *saving, child int, part *connector.Transfer) error) error {
+// save saves by a function that moves one child's part.
+func (w *worker) save(t *connector.Transfer, promised func(), move func(child int, part *connector.Transfer) error) error {
 	stored := make([]bool, len(t.Blocks))
 	shares, err := w.saves(t)
 	if err != nil {
@@ -371,13 +371,13 @@ func (w *worker) save(t *connector.Transfer, promised func(), computing bool, mo
 	}
 	busy := w.written(t)
 	p := newSaving(w, shares, stored, promised)
-	p.told, p.early = len(busy) > 0 || t.Replace, computing
+	p.told = len(busy) > 0 || t.Replace
 	stale := make([]bool, len(t.Blocks)) // a child may still have what was to be replaced
 	p.look()
 	w.together(len(shares), func(k int) {
 		s := &shares[k]
 		indexes, parts := w.partsOf(t, s, busy)
-		bad, err := eachPart(parts, func(part *connector.Transfer) error { return move(p, s.child, part) })
+		bad, err := eachPart(parts, func(part *connector.Transfer) error { return move(s.child, part) })
 		w.note(t, s.child, indexes, bad)
 		p.returned(s.child, err, func() {
 			for _, i := range indexes {
@@ -491,7 +491,6 @@ type saving struct {
 	running map[int]bool  // children that have not returned; true: they have outlived their patience
 	told    bool          // what a ticket promises is stored, or will not be told
 	timed   bool          // the patience has begun: nothing else is waited for
-	early   bool          // the last layer is not final: nobody is late, and nothing is promised
 	over    chan struct{} // closed when every child has returned
 }
 
@@ -523,14 +522,6 @@ func (p *saving) returned(child int, err error, note func()) {
 	p.look()
 }
 
-// computed notes that the last layer is final.
-func (p *saving) computed() {
-	p.mu.Lock()
-	p.early = false
-	p.mu.Unlock()
-	p.look()
-}
-
 // look calls promised when the time has come.
 func (p *saving) look() {
 	p.mu.Lock()
@@ -544,7 +535,7 @@ func (p *saving) look() {
 // due reports, once, that what a ticket promises is stored and that only late children go on. Where others do,
 // it starts their time. The caller holds mu.
 func (p *saving) due() bool {
-	if p.early || p.told || len(p.running) == 0 || !p.ready() {
+	if p.told || len(p.running) == 0 || !p.ready() {
 		return false
 	}
 	patience := time.Duration(0)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/multiconnector"
@@ -334,17 +335,23 @@ func saves(wanted func(i int) bool) func(int, connector.Worker) connector.Worker
 
 // once gives a child those blocks that it was not given before.
 func once(_ int, w connector.Worker) connector.Worker {
+	var mu sync.Mutex
 	given := map[connector.BlockKey]bool{}
 	return multiWorker{Worker: w, save: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+		mu.Lock()
+		defer mu.Unlock()
 		left := *t
 		left.Blocks = slices.DeleteFunc(slices.Clone(t.Blocks), func(b connector.Block) bool { return given[b.Key] && !t.Replace })
 		if len(left.Blocks) == 0 {
 			return nil
 		}
+		if err := w.Save(ctx, &left, kv); err != nil {
+			return err
+		}
 		for _, b := range left.Blocks {
 			given[b.Key] = true
 		}
-		return w.Save(ctx, &left, kv)
+		return nil
 	}}
 }
 
