@@ -160,9 +160,13 @@ func multiDepth(f *composite) {
 // nested makes a child of a whole config.
 func (f *composite) nested(config json.RawMessage) map[string]json.RawMessage {
 	name, _ := json.Marshal(f.info.Name) // a string
-	return map[string]json.RawMessage{
+	out := map[string]json.RawMessage{
 		"kv_connector": name, "kv_role": json.RawMessage(`"kv_both"`), "kv_connector_extra_config": config,
 	}
+	if limits, set := f.a["kvport"]; set { // those of a child hold for what is made of children, too
+		out["kvport"] = limits
+	}
+	return out
 }
 
 // damaged saves other bytes than belong under the keys.
