@@ -368,7 +368,7 @@ func checkCase(ctx context.Context, c Case, newHarness Maker, s settings) Result
 	return rec.result(c)
 }
 
-// closes closes the harness of a case and reports whether that has ended. What it has left to do is the suite's own work, such as to remove
+// closes ends the harness of a case and reports whether that has come to an end. What it has left to do is the suite's own work, such as to remove
 // all that a store has written, which takes long on a busy machine or a busy disk. So it has the time of a case, and where that is too short
 // it says nothing of the connector. After an interruption, patience is left.
 func (r *recorder) closes(h Harness, limit, patience time.Duration) bool {

@@ -24,7 +24,7 @@ func Watch(t *testing.T) func() {
 		t.Helper()
 		require.NoError(t, running(before))
 		require.Eventually(t, func() bool { return countFDs(t) <= fds }, time.Minute, 10*time.Millisecond, "descriptors: %d, had %d", countFDs(t), fds)
-		require.Equal(t, children, len(machine.Children(0)), "processes")
+		require.Len(t, machine.Children(0), children, "processes")
 		require.LessOrEqual(t, countSockets(t), sockets, "socket folders") // a host also removes those of killed ones
 	}
 }
