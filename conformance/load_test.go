@@ -1,39 +1,21 @@
 package conformance
 
 import (
-	"bufio"
-	"os"
-	"os/exec"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvport/kvport/internal/machine"
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // What a connector starts is watched as it is itself: a plugin made of others is late when they are.
 func TestLoadOfDescendants(t *testing.T) {
-	theirs, ours, err := os.Pipe()
-	require.NoError(t, err)
-	defer ours.Close()
-	plugin := exec.CommandContext(t.Context(), "sh", "-c", `sh -c 'echo $$; read line <&3; :' & wait`)
-	plugin.ExtraFiles = []*os.File{theirs}
-	out, err := plugin.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, plugin.Start())
-	require.NoError(t, theirs.Close())
-	line, err := bufio.NewReader(out).ReadString('\n')
-	require.NoError(t, err)
-	child, err := strconv.Atoi(strings.TrimSpace(line))
-	require.NoError(t, err)
-
+	plugin, child, end := testkit.Family(t)
 	require.Equal(t, []string{"/proc/self/task"}, foldersOf(nil))
-	require.Equal(t, []string{"/proc/self/task", procOf(plugin.Process.Pid) + "/task", procOf(child) + "/task"}, foldersOf([]int{plugin.Process.Pid}))
-	require.NoError(t, ours.Close())
-	require.NoError(t, plugin.Wait())
+	require.Equal(t, []string{"/proc/self/task", procOf(plugin) + "/task", procOf(child) + "/task"}, foldersOf([]int{plugin}))
+	end()
 }
 
 // What threads have waited before is known, and later samples count what they have waited since; a thread that was not seen before has begun since,

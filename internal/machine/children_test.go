@@ -1,48 +1,32 @@
 package machine
 
 import (
-	"bufio"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvport/kvport/verify/testkit"
 )
 
 // A shell starts another one, which waits: a child and a grandchild are found, and nothing when they are gone.
 func TestDescendants(t *testing.T) {
-	theirs, ours, err := os.Pipe()
-	require.NoError(t, err)
-	defer ours.Close()
-	c := exec.CommandContext(t.Context(), "sh", "-c", `sh -c 'echo $$; read line <&3; :' & wait`)
-	c.ExtraFiles = []*os.File{theirs}
-	out, err := c.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, c.Start())
-	require.NoError(t, theirs.Close())
-	line, err := bufio.NewReader(out).ReadString('\n')
-	require.NoError(t, err)
-	grandchild, err := strconv.Atoi(strings.TrimSpace(line))
-	require.NoError(t, err)
+	child, grandchild, end := testkit.Family(t)
 
-	require.Contains(t, Children(0), c.Process.Pid)
+	require.Contains(t, Children(0), child)
 	require.NotContains(t, Children(0), grandchild)
-	require.Equal(t, []int{grandchild}, Children(c.Process.Pid))
+	require.Equal(t, []int{grandchild}, Children(child))
 	found := Descendants(64, os.Getpid())
-	require.Contains(t, found, c.Process.Pid)
+	require.Contains(t, found, child)
 	require.Contains(t, found, grandchild)
-	require.Less(t, slices.Index(found, c.Process.Pid), slices.Index(found, grandchild))
+	require.Less(t, slices.Index(found, child), slices.Index(found, grandchild))
 	require.Len(t, Descendants(1, os.Getpid()), 1)
 
-	_, err = ours.WriteString("\n")
-	require.NoError(t, err)
-	require.NoError(t, c.Wait())
-	require.NotContains(t, Children(0), c.Process.Pid)
-	require.Empty(t, Children(c.Process.Pid))
+	end()
+	require.NotContains(t, Children(0), child)
+	require.Empty(t, Children(child))
 }
 
 // Both kinds of kernel, as files.
