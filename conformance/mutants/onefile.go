@@ -2,6 +2,7 @@ package mutants
 
 import (
 	"context"
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -45,6 +46,59 @@ func inOneFileAgain(b *badFiles) error {
 	}
 	b.close = func() error { return l.file.Close() }
 	return nil
+}
+
+// inOneFileTorn reads its file, when it opens, up to the first block that is not whole, and appends behind what else lies there.
+func inOneFileTorn(b *badFiles) error {
+	l, err := openLog(filepath.Join(b.dir, "all.log"))
+	if err != nil {
+		return err
+	}
+	data, err := io.ReadAll(l.file)
+	if err != nil {
+		return err
+	}
+	const length, head = 4, sumBytes + keyBytes
+	for at := 0; len(data)-at > length; {
+		end := at + length + int(binary.LittleEndian.Uint32(data[at:]))
+		if end < at+length+head || end > len(data) || sha256.Sum256(data[at+length+sumBytes:end]) != [sumBytes]byte(data[at+length:]) {
+			break
+		}
+		l.at[connector.StoreKey(data[at+length+sumBytes:])] = extent{int64(at + length), int64(end - at - length)}
+		at = end
+	}
+	l.read = int64(len(data)) // what others append from now on
+	b.lookup, b.get, b.put, b.close = l.lookup, l.get, l.put, l.file.Close
+	return nil
+}
+
+// resetsIndex keeps blocks in a file, and makes its index of them again whenever it opens. A Reset empties the index.
+func resetsIndex() connector.Plugin {
+	d := sdk.Definition{Name: "LogConnector", Version: "1", Scope: connector.ScopeEngine, Reset: true}
+	return sdk.FromStore(d, func(_ context.Context, _ connector.Env, c HeldConfig) (connector.Store, error) {
+		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+			return nil, err
+		}
+		l, err := openLog(filepath.Join(c.Dir, "all.log"))
+		if err != nil {
+			return nil, err
+		}
+		return resetLog{&badFiles{lookup: l.lookup, get: l.get, put: l.put, close: l.file.Close}, l}, nil
+	})
+}
+
+// resetLog is a log that a Reset does not reach.
+type resetLog struct {
+	*badFiles
+	log *blockLog
+}
+
+// Reset implements connector.Resetter.
+func (s resetLog) Reset(context.Context) (bool, error) {
+	s.log.mu.Lock()
+	defer s.log.mu.Unlock()
+	clear(s.log.at)
+	return true, nil
 }
 
 // Paired is a correct connector whose two files need each other, as those of an LSM database do: it keeps its blocks in one, which gets
