@@ -2,7 +2,6 @@ package mutants
 
 import (
 	"context"
-	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -48,30 +47,6 @@ func inOneFileAgain(b *badFiles) error {
 	return nil
 }
 
-// inOneFileTorn reads its file, when it opens, up to the first block that is not whole, and appends behind what else lies there.
-func inOneFileTorn(b *badFiles) error {
-	l, err := openLog(filepath.Join(b.dir, "all.log"))
-	if err != nil {
-		return err
-	}
-	data, err := io.ReadAll(l.file)
-	if err != nil {
-		return err
-	}
-	const length, head = 4, sumBytes + keyBytes
-	for at := 0; len(data)-at > length; {
-		end := at + length + int(binary.LittleEndian.Uint32(data[at:]))
-		if end < at+length+head || end > len(data) || sha256.Sum256(data[at+length+sumBytes:end]) != [sumBytes]byte(data[at+length:]) {
-			break
-		}
-		l.at[connector.StoreKey(data[at+length+sumBytes:])] = extent{int64(at + length), int64(end - at - length)}
-		at = end
-	}
-	l.read = int64(len(data)) // what others append from now on
-	b.lookup, b.get, b.put, b.close = l.lookup, l.get, l.put, l.file.Close
-	return nil
-}
-
 // resetsIndex keeps blocks in a file, and makes its index of them again whenever it opens. A Reset empties the index.
 func resetsIndex() connector.Plugin {
 	d := sdk.Definition{Name: "LogConnector", Version: "1", Scope: connector.ScopeEngine, Reset: true}
@@ -79,18 +54,18 @@ func resetsIndex() connector.Plugin {
 		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
 			return nil, err
 		}
-		l, err := openLog(filepath.Join(c.Dir, "all.log"))
-		if err != nil {
+		l := &wholeLog{path: filepath.Join(c.Dir, "all.log"), cuts: true}
+		if err := l.open(); err != nil {
 			return nil, err
 		}
-		return resetLog{&badFiles{lookup: l.lookup, get: l.get, put: l.put, close: l.file.Close}, l}, nil
+		return resetLog{&badFiles{lookup: l.lookup, get: l.get, put: l.put, close: func() error { return l.file.Close() }}, l}, nil
 	})
 }
 
 // resetLog is a log that a Reset does not reach.
 type resetLog struct {
 	*badFiles
-	log *blockLog
+	log *wholeLog
 }
 
 // Reset implements connector.Resetter.
@@ -166,6 +141,8 @@ type blockLog struct {
 	mu   sync.Mutex
 	read int64 // bytes of the file that are in at
 	at   map[connector.StoreKey]extent
+
+	again func() error // replaces refresh
 }
 
 // extent is where a block lies in the file.
@@ -173,6 +150,9 @@ type extent struct{ offset, size int64 }
 
 // refresh reads what has been appended.
 func (l *blockLog) refresh() error {
+	if l.again != nil {
+		return l.again()
+	}
 	for {
 		var length [4]byte
 		if _, err := l.file.ReadAt(length[:], l.read); errors.Is(err, io.EOF) {
