@@ -17,8 +17,7 @@ import (
 // damageCase is a case in which files of the backend are damaged. It does not apply to connectors
 // that keep their blocks elsewhere.
 func damageCase(id, text string, damage func(r *rig, files []string) error) Case {
-	replaced := id == "removed" || id == "foreign" // files, under a connector that may have the old ones open
-	c := faultCase(id, "FAULT-06", text, func(r *rig) { damaged(r, replaced, damage) })
+	c := faultCase(id, "FAULT-06", text, func(r *rig) { damaged(r, id, damage) })
 	c.Optional = true
 	return c
 }
@@ -146,7 +145,8 @@ func (r *rig) files(folder string) map[string]fileState {
 
 // damaged saves some blocks that stay as they are and some that are damaged, once while the engine
 // runs and once before its next life.
-func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
+func damaged(r *rig, id string, damage func(*rig, []string) error) {
+	replaced := id == "removed" || id == "foreign" // files, under a connector that may have the old ones open
 	folder := r.folder()
 	e := r.engine(setup{})
 	kept := e.keys(4)
@@ -161,14 +161,14 @@ func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
 		e.closeAll() // what it has not written yet
 		after := r.files(folder)
 		files := changed(before, after)
-		if len(files) == 0 && life == 0 {
-			r.Skipf(noFiles)
-		}
-		if len(files) == 0 && !replaced {
-			r.Skipf("the second save has changed no file of the folder")
-		}
-		if len(files) == 0 { // it writes into files that are not there any more
-			return // removed-open says whether that matters, where what it keeps outlives its process
+		if len(files) == 0 {
+			switch {
+			case life == 0:
+				r.Skipf(noFiles)
+			case !replaced:
+				r.Skipf("the second save has changed no file of the folder")
+			}
+			return // it writes into files that are not there any more: removed-open says whether that matters, where what it keeps outlives its process
 		}
 		apart := len(after) == len(before)+len(files)
 		if life == 1 && r.info.Scope != connector.ScopeEngine {
@@ -180,17 +180,56 @@ func damaged(r *rig, replaced bool, damage func(*rig, []string) error) {
 			e.tryMatch(hit) // it may remember what it saw
 			r.must(damage(r, current(files, before, r.files(folder))), "damage")
 		}
-		if found := e.tryMatch(hit); found > len(hit) {
-			r.Errorf("%d of %d blocks offered", found, len(hit))
-		}
-		for range 2 { // the second time it knows
-			e.judged(hit)
-		}
-		if intact := e.judged(kept); apart && intact != len(kept) {
-			r.Errorf("%d of %d blocks are right whose files nobody touched", intact, len(kept))
-		}
+		e.hurt(hit, kept, apart)
 		e.mended(hit)
+		if id == "removed" && life == 0 {
+			e.removedAgain(folder, before, hit)
+		}
 		e.works("after the damage was mended")
+		if life == 1 && !replaced && (len(files) == 1 || apart) { // several files may need each other, see FAULT-11
+			e.lasting("of those saved after damage was mended")
+		}
+	}
+}
+
+// hurt judges blocks whose files were damaged, and others.
+func (e *engine) hurt(hit, kept []connector.BlockKey, apart bool) {
+	e.Helper()
+	if found := e.tryMatch(hit); found > len(hit) {
+		e.Errorf("%d of %d blocks offered", found, len(hit))
+	}
+	for range 2 { // the second time it knows
+		e.judged(hit)
+	}
+	if intact := e.judged(kept); apart && intact != len(kept) {
+		e.Errorf("%d of %d blocks are right whose files nobody touched", intact, len(kept))
+	}
+}
+
+// removedAgain removes the files of blocks that the sides which are open have saved themselves.
+func (e *engine) removedAgain(folder string, before map[string]fileState, keys []connector.BlockKey) {
+	e.Helper()
+	e.must(remove(changed(before, e.files(folder))), "remove files")
+	e.judged(keys) // it may think that they are there until a load has missed
+	e.resaved(keys)
+	e.mended(keys)
+}
+
+// lasting saves blocks, ends the engine, and finds them in its next life, where what it keeps outlives its process: a store that stops reading
+// at what was damaged finds nothing behind it.
+func (e *engine) lasting(which string) {
+	e.Helper()
+	if e.info.Scope == connector.ScopeEngine {
+		return
+	}
+	keys := e.keys(3)
+	e.mended(keys)
+	e.end()
+	n := e.life()
+	found := n.match(keys...)
+	e.equal(len(keys), found, "blocks offered in the engine's next life, %s", which)
+	if found == len(keys) {
+		n.whole(keys, 8)
 	}
 }
 

@@ -23,7 +23,7 @@ func powerCases() []Case {
 		powerCase(Case{ID: "hold-waits", Rule: "HOLD-03", Text: "Consumed waits until its context is done."}, connector.CanHold, holdWaits),
 		powerCase(Case{ID: "lease-soon", Rule: "LEASE-01", Text: "Renewals answers within a second, with a hold and without."}, connector.CanLease, leaseSoon),
 		powerCase(Case{ID: "lease-open", Rule: "LEASE-02", Text: "Renewals names no hold that is over."}, connector.CanLease, leaseOpen),
-		powerCase(Case{ID: "reset", Rule: "RESET-01", Text: "After a Reset nothing earlier matches, and saves work again."}, connector.CanReset, reset),
+		powerCase(Case{ID: "reset", Rule: "RESET-01", Text: "After a Reset nothing earlier matches, in the next life either, and saves work again."}, connector.CanReset, reset),
 	}
 }
 
@@ -302,13 +302,14 @@ func leaseOpen(r *rig) {
 func reset(r *rig) {
 	e := r.engine(setup{})
 	peer := e.peer()
-	keys := e.keys(3)
+	keys, old := e.keys(3), e.keys(3)
 	e.save(blocks(0, keys...)...)
 	if e.info.Capabilities&connector.CanHold != 0 && e.match(keys...) < len(keys) {
 		r.Skipf("what it keeps is found by ticket only")
 		return
 	}
 	r.equal(3, e.match(keys...), "blocks offered before the Reset")
+	e.save(blocks(4, old...)...)
 	resetter, ok := connector.As[connector.Resetter](e.scheduler)
 	if !ok {
 		r.Errorf("Info claims reset, the scheduler side does not have it")
@@ -325,4 +326,25 @@ func reset(r *rig) {
 	}
 	e.save(blocks(0, keys...)...)
 	r.equal(3, e.match(keys...), "blocks offered after a Reset and a save")
+	if emptied {
+		e.stillReset(old)
+	}
+}
+
+// stillReset opens the engine's sides in the connector's next life, which has the arena if there is one, and finds no earlier block there either:
+// a Reset that forgets an index only has it made again of what lies in files or the arena.
+func (e *engine) stillReset(old []connector.BlockKey) {
+	e.Helper()
+	var n *engine
+	if len(e.env.Arena) > 0 {
+		e.closeAll()
+		n = e.again()
+	} else {
+		e.end()
+		n = e.life()
+	}
+	e.equal(0, n.match(old...), "blocks offered in the connector's next life, of those before a Reset that emptied")
+	if n.load(blocks(8, old...)...) == nil {
+		e.Errorf("a load of what was reset succeeds in the connector's next life")
+	}
 }

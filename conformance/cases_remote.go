@@ -260,6 +260,7 @@ func remoteRestart(r *rig, s *server) {
 		}
 		return ""
 	})
+	e.resaved(keys)
 	e.mended(keys)
 }
 
@@ -358,6 +359,7 @@ func remoteEvicted(r *rig, s *server) {
 	if n == len(keys) && intact != len(keys)/2 {
 		r.Errorf("%d of %d blocks were loaded when every second value was gone", intact, len(keys))
 	}
+	e.resaved(keys)
 	e.mended(keys)
 }
 
@@ -382,6 +384,7 @@ func remoteFlushed(r *rig, s *server) {
 		}
 		return ""
 	})
+	e.resaved(keys)
 	e.mended(keys)
 }
 

@@ -284,6 +284,23 @@ func (e *engine) mended(keys []connector.BlockKey) {
 	})
 }
 
+// resaved saves blocks again that were lost, without Replace, as a host does with what it was not offered, and checks that they are offered
+// (rule WORK-05): that they were saved before, by the same sides, does not matter.
+func (e *engine) resaved(keys []connector.BlockKey) {
+	e.Helper()
+	from := blocks(0, keys...)
+	e.eventually(e.recovery(), func() string {
+		e.fill(from...)
+		if err := e.tryMove(transfer(from), true); err != nil {
+			return fmt.Sprintf("save of blocks that were lost: %v", err)
+		}
+		if n := e.tryMatch(keys); n != len(keys) {
+			return fmt.Sprintf("%d of %d blocks are offered that were lost, and saved again without Replace", n, len(keys))
+		}
+		return ""
+	})
+}
+
 // recovery is how long a connector may need to work again after its backend does: 15 s of a case's usual 60.
 func (r *rig) recovery() time.Duration { return cmp.Or(r.settings.deadline, defaultDeadline) / 4 }
 

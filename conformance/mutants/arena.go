@@ -196,7 +196,24 @@ func arenaMutants() []Mutant {
 			}})
 		}},
 		{Name: "uses its index of one arena for the next", Case: "arena-fresh", Plugin: keepsIndex},
+		{Name: "resets its index of the arena only", Case: "reset", Plugin: func() connector.Plugin {
+			d := sdk.Definition{Name: "ArenaConnector", Version: "1", Scope: connector.ScopeEngine, Reset: true}
+			return sdk.FromStore(d, func(_ context.Context, env connector.Env, _ arenaConfig) (connector.Store, error) {
+				return indexReset{openArena(&arenaLog{mem: env.Arena}, sound)}, nil
+			})
+		}},
 	}
+}
+
+// indexReset forgets where blocks lie, and leaves them there.
+type indexReset struct{ *arenaStore }
+
+// Reset implements connector.Resetter.
+func (s indexReset) Reset(context.Context) (bool, error) {
+	s.memory.mu.Lock()
+	defer s.memory.mu.Unlock()
+	clear(s.blocks)
+	return true, nil
 }
 
 // ArenaNone keeps nothing in the arena.

@@ -21,6 +21,21 @@ func carelessFaults() []fileFault {
 	return []fileFault{
 		{"index", "kill-save", "writes its whole index with each save, in place", true, rewritesIndex},
 		{"one-name", "beside-cancelled", "writes all saves of a block to one temporary file", false, oneTemporary},
+		{"log-torn", "flipped", "appends behind a block that is not whole, where it stops reading when it opens", false, inOneFileTorn},
+		{"once", "removed", "never writes again what it has written", false, func(b *badFiles) error {
+			var written sync.Map
+			b.put = func(it connector.Item) error {
+				if _, known := written.Load(it.Key); known && !it.Replace {
+					return nil
+				}
+				err := b.files.put(it)
+				if err == nil {
+					written.Store(it.Key, true)
+				}
+				return err
+			}
+			return nil
+		}},
 		{"buffered", "shapes", "reads as much of a block as its buffer has", false, func(b *badFiles) error {
 			b.get = func(it connector.Item) error {
 				f, err := os.OpenFile(b.path(it.Key), os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)

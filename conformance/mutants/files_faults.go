@@ -34,6 +34,7 @@ func fileMutants() []Mutant {
 		out = append(out, m)
 	}
 	return append(out,
+		Mutant{Name: "resets its index of a file only", Case: "reset", Plugin: resetsIndex, Config: `{"dir": "@TMP@/kv"}`},
 		Mutant{Name: "takes any start for a good one", Case: "by-hand", Plugin: Files, Config: `{"dir": "@TMP@/kv"}`, Program: "kvport-files-service"},
 		Mutant{Name: "does not notice that its host is dead", Case: "host-death", Plugin: Files, Config: `{"dir": "@TMP@/kv"}`, Program: "kvport-files-daemon"})
 }

@@ -47,6 +47,35 @@ func inOneFileAgain(b *badFiles) error {
 	return nil
 }
 
+// resetsIndex keeps blocks in a file, and makes its index of them again whenever it opens. A Reset empties the index.
+func resetsIndex() connector.Plugin {
+	d := sdk.Definition{Name: "LogConnector", Version: "1", Scope: connector.ScopeEngine, Reset: true}
+	return sdk.FromStore(d, func(_ context.Context, _ connector.Env, c HeldConfig) (connector.Store, error) {
+		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+			return nil, err
+		}
+		l := &wholeLog{path: filepath.Join(c.Dir, "all.log"), cuts: true}
+		if err := l.open(); err != nil {
+			return nil, err
+		}
+		return resetLog{&badFiles{lookup: l.lookup, get: l.get, put: l.put, close: func() error { return l.file.Close() }}, l}, nil
+	})
+}
+
+// resetLog is a log that a Reset does not reach.
+type resetLog struct {
+	*badFiles
+	log *wholeLog
+}
+
+// Reset implements connector.Resetter.
+func (s resetLog) Reset(context.Context) (bool, error) {
+	s.log.mu.Lock()
+	defer s.log.mu.Unlock()
+	clear(s.log.at)
+	return true, nil
+}
+
 // Paired is a correct connector whose two files need each other, as those of an LSM database do: it keeps its blocks in one, which gets
 // another name whenever it opens, and the other counts them. If one is missing when it opens, it is empty.
 func Paired() connector.Plugin {
@@ -112,6 +141,8 @@ type blockLog struct {
 	mu   sync.Mutex
 	read int64 // bytes of the file that are in at
 	at   map[connector.StoreKey]extent
+
+	again func() error // replaces refresh
 }
 
 // extent is where a block lies in the file.
@@ -119,6 +150,9 @@ type extent struct{ offset, size int64 }
 
 // refresh reads what has been appended.
 func (l *blockLog) refresh() error {
+	if l.again != nil {
+		return l.again()
+	}
 	for {
 		var length [4]byte
 		if _, err := l.file.ReadAt(length[:], l.read); errors.Is(err, io.EOF) {

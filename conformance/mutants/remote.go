@@ -73,6 +73,7 @@ type remote struct {
 	read    func(context.Context, string) ([]byte, error)          // the value of a key
 	write   func(context.Context, string, []byte) error            // stores a value
 	known   func(ctx context.Context, key string) (bool, error)    // is there a value?
+	skips   func(key string) bool                                  // is nothing saved under it without Replace? nil: by known
 	check   func(value []byte, it connector.Item, err error) error // replaces fillFrom; nil: right
 }
 
@@ -195,6 +196,9 @@ func (s *remote) Get(ctx context.Context, items []connector.Item) error {
 // Put implements connector.Store.
 func (s *remote) Put(ctx context.Context, items []connector.Item) error {
 	return s.each(items, func(it connector.Item) error {
+		if s.skips != nil && !it.Replace && s.skips(s.key(it.Key)) {
+			return nil
+		}
 		have, err := s.known(ctx, s.key(it.Key))
 		if err == nil && have && !it.Replace && s.same(ctx, it) {
 			return nil

@@ -156,6 +156,7 @@ func forgettingFaults() []remoteFault {
 				return have, err
 			}
 		}},
+		{"stored-once", "remote-flushed", "a remote store that never stores again what it has stored", storesOnce},
 		{"gives-up", "remote-away", "a remote store that gives up after a failure", func(s *remote) {
 			var once sync.Once
 			s.failure = func(err error) error {
@@ -181,6 +182,22 @@ func forgettingFaults() []remoteFault {
 				return nil
 			}
 		}},
+	}
+}
+
+// storesOnce remembers what it has stored itself, whether or not the server has it still.
+func storesOnce(s *remote) {
+	var stored sync.Map
+	s.write = func(ctx context.Context, key string, value []byte) error {
+		err := s.set(ctx, key, value)
+		if err == nil {
+			stored.Store(key, true)
+		}
+		return err
+	}
+	s.skips = func(key string) bool {
+		_, known := stored.Load(key)
+		return known
 	}
 }
 

@@ -33,3 +33,15 @@ func TestRemovedFilesOfADatabase(t *testing.T) {
 		require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
 	}
 }
+
+// A connector that keeps its blocks in one file, which it reads up to what is damaged and ends there, passes what is done to files.
+func TestOneFile(t *testing.T) {
+	o := conformance.Options{Only: []string{
+		"flipped", "truncated", "emptied", "oversized", "removed", "removed-open", "swapped", "foreign", "another-version", "visible", "reopen",
+	}}
+	for _, r := range conformance.Check(t.Context(), conformance.InProcess(mutants.OneFile(), filesConfig()), o) {
+		if decided(t, r) {
+			require.Equal(t, conformance.Pass, r.Status, "%s: %v", r.ID, r.Log)
+		}
+	}
+}
