@@ -225,13 +225,13 @@ func pdExpired(r *rig) {
 	d.take(p.hand(4, 0))
 }
 
-// pdLong has more blocks, and slots with larger numbers, than a byte can count. Only the end is fetched, as by an engine that has the
+// pdLong has more blocks, and slots with larger numbers, than a byte can count, and than the consumer has. Only the end is fetched, as by an engine that has the
 // beginning, so that the load takes no longer than those of other cases.
 func pdLong(r *rig) {
 	const byteful, full = 256, 260
 	layout := interleaved(2 * full)
 	p := r.senderOf(setup{layout: &layout})
-	d := p.taker()
+	d := p.takerOf(full)
 	r.rand.Shuffle(len(p.free), func(i, j int) { p.free[i], p.free[j] = p.free[j], p.free[i] })
 	slices.SortStableFunc(p.free, func(a, b connector.BlockID) int { return cmp.Compare(min(a, byteful), min(b, byteful)) }) // the last are taken
 	pr := p.hand(full, 0)

@@ -1,6 +1,8 @@
 package conformance
 
 import (
+	"slices"
+
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 )
@@ -49,6 +51,28 @@ func dense(blocks int) connector.Layout {
 		at += int64(blocks) * n
 	}
 	return withDigest(l, 0)
+}
+
+// elsewhere has as many blocks as it is told, and its parts of a block have the sizes that they have in a layout, but no part lies where
+// it does there: each has an array of its own, the last layer's comes first, and the digests are behind all.
+func elsewhere(l connector.Layout, blocks int) connector.Layout {
+	l.Blocks, l.Segments = blocks, slices.Clone(l.Segments)
+	at := int64(gap)
+	for _, digests := range []bool{false, true} {
+		for i := range slices.Backward(l.Segments) {
+			s := &l.Segments[i]
+			if (s.Layer == connector.DigestLayer) != digests {
+				continue
+			}
+			s.BlockStride = s.Bytes + gap
+			if digests { // as a host places them
+				at, s.BlockStride = (at+63)&^63, s.Bytes
+			}
+			s.Offset = at
+			at += int64(blocks)*s.BlockStride + gap
+		}
+	}
+	return l
 }
 
 // twoGroups is planes with the last layer in a group of its own.
