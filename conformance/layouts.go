@@ -13,15 +13,18 @@ var segmentBytes = []int64{96, 160, 72}
 
 const gap = 24 // guard bytes between blocks and segments
 
-// interleaved puts all segments of block 0 before those of block 1, with gaps.
-func interleaved(blocks int) connector.Layout {
+// interleaved puts all segments of block 0 before those of block 1, with gaps. Their sizes are segmentBytes, or those that are given.
+func interleaved(blocks int, sizes ...int64) connector.Layout {
+	if len(sizes) == 0 {
+		sizes = segmentBytes
+	}
 	stride := int64(gap)
-	for _, n := range segmentBytes {
+	for _, n := range sizes {
 		stride += n + gap
 	}
 	l := connector.Layout{Name: "interleaved", Blocks: blocks, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
 	at := int64(gap)
-	for i, n := range segmentBytes {
+	for i, n := range sizes {
 		l.Segments = append(l.Segments, connector.Segment{Layer: i, Offset: at, BlockStride: stride, Bytes: n})
 		at += n + gap
 	}
