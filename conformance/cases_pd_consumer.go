@@ -31,7 +31,7 @@ func pdExact(r *rig) {
 		pr := p.hand(4, 0)
 		r.equal(4, d.offer(pr, 0), "blocks offered")
 		for _, kv := range d.kv { // what others have there
-			for id := range pdBlocks {
+			for id := range kv.Layout().Blocks {
 				for _, s := range kv.Segments(0) {
 					for i, view := 0, kv.View(s, connector.BlockID(id)); i < len(view); i++ {
 						view[i] = byte(id + i)

@@ -20,15 +20,16 @@ func pdProducerCases() []Case {
 		pdCase("pd-same-request", "PD-01", "Two ended requests with the same id each have their own hold.", PDProducer, pdSameRequest),
 		pdCase("pd-tail", "PD-02", "A partial last block arrives with its ticket, or is not offered.", PDProducer, pdTail),
 		pdCase("pd-groups", "PD-02", "The blocks of every group arrive.", PDProducer, pdGroups),
-		pdCase("pd-ranks", "PD-02", "Each rank gets its own part of what is held.", PDProducer, pdRanks),
+		pdCase("pd-ranks", "PD-02", "Each of three ranks that load at the same time gets its own part of what is held.", PDProducer, pdRanks),
 		pdCase("pd-aborted", "PD-03", "Blocks of a request that was aborted or failed are not served once they are given back.", PDProducer, pdAborted),
 		pdCase("pd-once", "PD-04", "A hold that was fetched twice is reported once.", PDProducer, pdOnce),
 		pdCase("pd-consumed-reused", "PD-04", "A hold that was consumed brings nothing of what its slots contain next.", PDProducer, pdConsumedReused),
 		pdCase("pd-count", "PD-04", "As many consumers as the hold allows can fetch it, and each is reported.", PDProducer, pdCount),
-		pdCase("pd-all-ranks", "PD-04", "A hold is reported when the last of the consumer's ranks has fetched.", PDProducer, pdAllRanks),
+		pdCase("pd-all-ranks", "PD-04", "A hold is reported when the last of the consumer's ranks has fetched, whichever that is, and although one has fetched twice.", PDProducer, pdAllRanks),
 		pdCase("pd-asked", "PD-05", "A consumer that only asks leaves the hold as it is.", PDProducer, pdAsked),
 		pdCase("pd-unread", "PD-05", "A load that was cancelled leaves the hold as it is.", PDProducer, pdUnread),
-		pdCase("pd-long", "PD-01", "Of a prompt of 260 blocks, of which the slots have no order and no number of one byte, the last four arrive.", PDProducer, pdLong),
+		pdCase("pd-long", "PD-01", "Of a prompt of 260 blocks, of which the slots have no order and no number of one byte, the last four arrive, and of another one all.", PDProducer, pdLong),
+		pdCase("pd-large", "PD-01", "Blocks arrive whole whose parts are longer than 64 KiB.", PDProducer, pdLarge),
 		pdCase("pd-expired-part", "PD-06", "Half its time after the hold began one of two ranks reads: the lease ends when it would have, and brings nothing then of what its slots contain next.", PDProducer, pdExpiredPart),
 		pdCase("pd-expired", "PD-06", "A hold whose lease is over brings nothing of what its slots contain next.", PDProducer, pdExpired),
 		pdCase("pd-generation", "PD-06", "The ticket of an old hold does not bring the blocks that are held in its slots now.", PDProducer, pdGeneration),
@@ -109,7 +110,7 @@ func pdGroups(r *rig) {
 }
 
 func pdRanks(r *rig) {
-	p := r.sender(2)
+	p := r.sender(3)
 	d := p.taker()
 	for range 2 {
 		pr := p.hand(3, 0)
@@ -171,18 +172,28 @@ func pdCount(r *rig) {
 }
 
 func pdAllRanks(r *rig) {
-	p := r.sender(2)
+	p := r.sender(3)
 	d := p.taker()
-	pr := p.hand(3, 0)
-	r.equal(3, d.offer(pr, 0), "blocks offered")
-	_, err := d.fetch(pr, loading{n: 3, ranks: []int{0}})
-	r.must(err, "load of rank 0")
-	if !pr.hold.Weak && pr.hold.Consumers < 2 {
-		p.silent(pr, 0)
+	for _, order := range [][]int{{0, 1, 2}, {2, 1, 0}} {
+		pr := p.hand(3, 0)
+		r.equal(3, d.offer(pr, 0), "blocks offered")
+		last := len(order) - 1
+		for i, rank := range order {
+			if i == last && !pr.hold.Weak && pr.hold.Consumers < 2 {
+				p.silent(pr, 0)
+			}
+			if _, err := d.fetch(pr, loading{n: 3, ranks: []int{rank}}); err != nil {
+				r.inLease(pr)
+				d.missed(pr, err, "load of rank %d: %v", rank, err)
+				return
+			}
+			if i == 0 { // as one that was tried again; it may bring nothing
+				_, _ = d.fetch(pr, loading{n: 3, ranks: []int{rank}})
+			}
+		}
+		p.consumed(pr, 1)
+		p.sweep()
 	}
-	_, err = d.fetch(pr, loading{n: 3, ranks: []int{1}})
-	r.must(err, "load of rank 1")
-	p.consumed(pr, 1)
 }
 
 func pdAsked(r *rig) {
@@ -225,34 +236,52 @@ func pdExpired(r *rig) {
 	d.take(p.hand(4, 0))
 }
 
-// pdLong has more blocks, and slots with larger numbers, than a byte can count. Only the end is fetched, as by an engine that has the
-// beginning, so that the load takes no longer than those of other cases.
+// pdLong has more blocks, and slots with larger numbers, than a byte can count, and than the consumer has. Only the end is fetched, as by an
+// engine that has the beginning; then all of another prompt, in a load of 1,040 parts of blocks.
 func pdLong(r *rig) {
 	const byteful, full = 256, 260
 	layout := interleaved(2 * full)
 	p := r.senderOf(setup{layout: &layout})
-	d := p.taker()
+	d := p.takerOf(full)
 	r.rand.Shuffle(len(p.free), func(i, j int) { p.free[i], p.free[j] = p.free[j], p.free[i] })
 	slices.SortStableFunc(p.free, func(a, b connector.BlockID) int { return cmp.Compare(min(a, byteful), min(b, byteful)) }) // the last are taken
-	pr := p.hand(full, 0)
-	began := time.Now()
-	switch n := d.offer(pr, byteful); {
-	case n == full-byteful:
+	d.takeFrom(p.hand(full, 0), byteful)
+	d.takeFrom(p.hand(full, 0), 0)
+}
+
+// takeFrom is take of a prompt that takes its time, to an engine that has its first blocks. A lease that ends before the load says nothing.
+func (d *pd) takeFrom(pr *prompt, first int) {
+	d.Helper()
+	began, content := time.Now(), len(pr.content())
+	n := d.offer(pr, first)
+	switch {
+	case n >= len(pr.keys)-first:
 	case n == 0 && !pr.over(): // it may be that the answer came too late
-		d.overdue(began, "nothing of hold %d is offered to a consumer that has %d of %d blocks", pr.hold.ID, byteful, full)
+		d.overdue(began, "nothing of hold %d is offered to a consumer that has %d of %d blocks", pr.hold.ID, first, content)
 		return
 	default:
-		r.inLease(pr)
-		d.missed(pr, nil, "%d blocks of hold %d are offered to a consumer that has %d of %d", n, pr.hold.ID, byteful, full)
+		d.inLease(pr)
+		d.missed(pr, nil, "%d blocks of hold %d are offered to a consumer that has %d of %d", n, pr.hold.ID, first, content)
 		return
 	}
-	right, err := d.fetch(pr, loading{first: byteful, n: full - byteful})
+	n = min(n, content-first)
+	right, err := d.fetch(pr, loading{first: first, n: n, limit: pdDeadline * time.Duration(1+n/pdBlocks)})
 	if err != nil {
-		r.inLease(pr)
-		d.missed(pr, err, "load of the last blocks of hold %d: %v", pr.hold.ID, err)
+		d.inLease(pr)
+		d.missed(pr, err, "load of %d blocks of hold %d from block %d on: %v", n, pr.hold.ID, first, err)
 		return
 	}
-	r.equal(full-byteful, right, "blocks that arrived")
+	d.equal(n, right, "blocks that arrived")
+}
+
+// pdLarge has parts of blocks that are longer than 16 bits can count, as layers of real models are: one of the shortest such length,
+// and one of which 16 bits leave a part.
+func pdLarge(r *rig) {
+	const blocks = 12
+	layout := interleaved(blocks, 1<<16, 1<<16+segmentBytes[1], segmentBytes[2])
+	p := r.senderOf(setup{layout: &layout})
+	p.churn()
+	p.takerOf(blocks/2).takeFrom(p.hand(3, 2), 0)
 }
 
 func pdExpiredPart(r *rig) {

@@ -40,7 +40,7 @@ func pipeCases() []Case {
 	}
 }
 
-// producer and consumer open one engine of a role, like another one in all else.
+// producer and consumer open one engine of a role, like another one in all else, but that a consumer's cache is larger and cut in another way.
 func (r *rig) producer(world int) *engine {
 	r.Helper()
 	p := r.closed(setup{world: world})
@@ -51,7 +51,11 @@ func (r *rig) producer(world int) *engine {
 
 func (e *engine) like(role connector.Role) *engine {
 	e.Helper()
-	d := e.closed(setup{world: e.env.World, layout: &e.env.Layout})
+	layout := e.env.Layout
+	if role == connector.RoleConsumer {
+		layout = elsewhere(layout, layout.Blocks+otherBlocks)
+	}
+	d := e.closed(setup{world: e.env.World, layout: &layout})
 	d.env.Model, d.env.Shape, d.env.Role = e.env.Model, e.env.Shape, role
 	d.openAll()
 	return d

@@ -16,7 +16,7 @@ import (
 )
 
 // A producer and a consumer whose caches are cut in two ways. The consumer reads whole blocks of the producer's ranks,
-// as they lie there, into memory that is laid out as the producer's; that of a host, which checks and cuts them.
+// into memory in which they have the sizes that they have there; that of a host, which checks and cuts them.
 
 func reshapeCase(id, rule, text string, body func(*rig)) Case {
 	return Case{
@@ -51,6 +51,8 @@ type cut struct {
 const (
 	cutHeads  = 24
 	cutBlocks = 96
+	// sourceBlocks is how many source blocks the memory for them has room for.
+	sourceBlocks = 80
 	// sourceBytes is memory for source blocks, which the blocks of any producer here fit into.
 	sourceBytes = 2 << 20
 )
@@ -158,9 +160,9 @@ type cutLoad struct {
 	rand     *rand.Rand    // that places the blocks; nil: the case's
 }
 
-// sourceLayout is how the memory for source blocks holds some of a producer's.
+// sourceLayout is how the memory for source blocks holds some of a producer's: with the same sizes, but in other places.
 func (e *cutEngine) sourceLayout() connector.Layout {
-	l := e.cut.layout()
+	l := elsewhere(e.cut.layout(), sourceBlocks)
 	for i := range l.Segments {
 		l.Segments[i].Region = 1
 	}
@@ -179,7 +181,7 @@ func (e *cutEngine) load(p *cutEngine, pr cutPrompt, l cutLoad) (named int, err 
 	if l.rand == nil {
 		l.rand = e.rand
 	}
-	slots := l.rand.Perm(cutBlocks)
+	slots := l.rand.Perm(sourceBlocks)
 	bs := make([]connector.Block, 0, l.to-l.from)
 	for place := l.from; place < l.to; place++ {
 		b := connector.Block{ID: connector.BlockID(slots[place])}
@@ -262,7 +264,7 @@ func (e *cutEngine) all(p *cutEngine, pr cutPrompt) {
 	if n := e.offered(pr, pr.tokens, 0); n != pr.tokens {
 		e.Errorf("%d tokens of %d are offered", n, pr.tokens)
 	}
-	e.whole(p, pr, cutBlocks, true)
+	e.whole(p, pr, sourceBlocks, true)
 }
 
 // offered is how many tokens are offered beyond those that are computed, where the first same tokens are equal.

@@ -39,10 +39,10 @@ func (r *rig) talkers(world int) (p, d *pd) {
 	return p, p.talker()
 }
 
-// talker opens another engine that is both. Its slots are in no order.
+// talker opens another engine that is both. Its cache has more blocks, which lie elsewhere, and its slots are in no order.
 func (p *pd) talker() *pd {
 	p.Helper()
-	d := p.twin(connector.RoleBoth).attend()
+	d := p.twin(connector.RoleBoth, elsewhere(p.env.Layout, p.env.Layout.Blocks+otherBlocks)).attend()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.rand.Shuffle(len(d.free), func(i, j int) { d.free[i], d.free[j] = d.free[j], d.free[i] })

@@ -1,6 +1,8 @@
 package conformance
 
 import (
+	"slices"
+
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/internal/digest"
 )
@@ -11,15 +13,18 @@ var segmentBytes = []int64{96, 160, 72}
 
 const gap = 24 // guard bytes between blocks and segments
 
-// interleaved puts all segments of block 0 before those of block 1, with gaps.
-func interleaved(blocks int) connector.Layout {
+// interleaved puts all segments of block 0 before those of block 1, with gaps. Their sizes are segmentBytes, or those that are given.
+func interleaved(blocks int, sizes ...int64) connector.Layout {
+	if len(sizes) == 0 {
+		sizes = segmentBytes
+	}
 	stride := int64(gap)
-	for _, n := range segmentBytes {
+	for _, n := range sizes {
 		stride += n + gap
 	}
 	l := connector.Layout{Name: "interleaved", Blocks: blocks, Groups: []connector.Group{{BlockTokens: blockTokens, Policy: connector.PolicyAll}}}
 	at := int64(gap)
-	for i, n := range segmentBytes {
+	for i, n := range sizes {
 		l.Segments = append(l.Segments, connector.Segment{Layer: i, Offset: at, BlockStride: stride, Bytes: n})
 		at += n + gap
 	}
@@ -49,6 +54,28 @@ func dense(blocks int) connector.Layout {
 		at += int64(blocks) * n
 	}
 	return withDigest(l, 0)
+}
+
+// elsewhere has as many blocks as it is told, and its parts of a block have the sizes that they have in a layout, but no part lies where
+// it does there: each has an array of its own, the last layer's comes first, and the digests are behind all.
+func elsewhere(l connector.Layout, blocks int) connector.Layout {
+	l.Blocks, l.Segments = blocks, slices.Clone(l.Segments)
+	at := int64(gap)
+	for _, digests := range []bool{false, true} {
+		for i := range slices.Backward(l.Segments) {
+			s := &l.Segments[i]
+			if (s.Layer == connector.DigestLayer) != digests {
+				continue
+			}
+			s.BlockStride = s.Bytes + gap
+			if digests { // as a host places them
+				at, s.BlockStride = (at+63)&^63, s.Bytes
+			}
+			s.Offset = at
+			at += int64(blocks)*s.BlockStride + gap
+		}
+	}
+	return l
 }
 
 // twoGroups is planes with the last layer in a group of its own.

@@ -16,9 +16,11 @@ import (
 // request would be computed there. So whoever reads a block a moment too late reads another prompt's.
 
 const (
-	pdBlocks   = 96
-	pdDeadline = 3 * time.Second // of one load
-	holdTTL    = 30 * time.Second
+	pdBlocks = 96
+	// otherBlocks is how many blocks more than its producer a consumer has.
+	otherBlocks = 37
+	pdDeadline  = 3 * time.Second // of one load
+	holdTTL     = 30 * time.Second
 	// longLease is what cases wait for the end of a lease at most; the config must name a shorter one.
 	longLease = 10 * time.Second
 	// aWhile is how long nothing must be heard before it counts as silence.
@@ -84,25 +86,30 @@ func (r *rig) senderOf(s setup) *pd {
 // another opens a producer that differs in nothing but its name.
 func (p *pd) another() *pd {
 	p.Helper()
-	return p.twin(connector.RoleProducer).attend()
+	return p.twin(connector.RoleProducer, p.env.Layout).attend()
 }
 
 // next opens the next life of a producer, which has ended.
 func (p *pd) next() *pd {
 	p.Helper()
-	e := p.twin(connector.RoleProducer)
+	e := p.twin(connector.RoleProducer, p.env.Layout)
 	e.env.Engine = p.env.Engine
 	return e.attend()
 }
 
 func (p *pd) taker() *pd {
 	p.Helper()
-	return p.twin(connector.RoleConsumer).attend()
+	return p.takerOf(p.env.Layout.Blocks + otherBlocks)
 }
 
-func (p *pd) twin(role connector.Role) *engine {
+// takerOf opens a consumer whose cache has a number of blocks of its own: nothing but the sizes of a block's parts is as in the producer's.
+func (p *pd) takerOf(blocks int) *pd {
 	p.Helper()
-	layout := p.env.Layout
+	return p.twin(connector.RoleConsumer, elsewhere(p.env.Layout, blocks)).attend()
+}
+
+func (p *pd) twin(role connector.Role, layout connector.Layout) *engine {
+	p.Helper()
 	e := p.closed(setup{world: p.env.World, layout: &layout})
 	e.env.Model, e.env.Shape, e.env.Role = p.env.Model, p.env.Shape, role
 	return e

@@ -87,8 +87,8 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 	}
 	failed := map[connector.BlockID]bool{}
 	t := pr.transfer(l.first, to)
-	for _, rank := range l.ranks {
-		if e := d.loadOnce(rank, &t, l.limit, l.insists); e != nil {
+	for _, e := range d.loadRanks(&t, &l) {
+		if e != nil {
 			err = errors.Join(err, e)
 			d.names(e, to, failed)
 		}
@@ -114,13 +114,33 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 	return right, err
 }
 
-// loadOnce is one Load; a Planner is asked as in move.
-func (d *pd) loadOnce(rank int, t *connector.Transfer, limit time.Duration, insists bool) error {
+// loadRanks is a load as hosts make it: on all of its ranks at once. A Planner is asked before, as in move. It gives the error of each rank.
+func (d *pd) loadRanks(t *connector.Transfer, l *loading) []error {
 	d.Helper()
-	return d.returns("Load", limit, func(ctx context.Context) error {
-		todo, err := d.planned(ctx, *t, false)
+	ctx, cancel := context.WithTimeout(d.Context(), l.limit)
+	todo, err := d.planned(ctx, *t, false)
+	cancel()
+	if err != nil {
+		return []error{err}
+	}
+	errs, came := make([]error, len(l.ranks)), make([]bool, len(l.ranks))
+	together(len(l.ranks), func(i int) {
+		errs[i] = d.loadRank(l.ranks[i], todo, l)
+		came[i] = true
+	})
+	if slices.Contains(came, false) {
+		d.FailNow() // what waited for that rank has said so, and ended
+	}
+	return errs
+}
+
+// loadRank is the part of a load that one rank has.
+func (d *pd) loadRank(rank int, todo []connector.Transfer, l *loading) error {
+	d.Helper()
+	return d.returns("Load", l.limit, func(ctx context.Context) (err error) {
 		for i := range todo {
-			err = errors.Join(err, whileBusy(ctx, insists, func() error { return d.workers[rank].Load(ctx, &todo[i], d.kv[rank]) }))
+			t := todo[i] // each rank's own
+			err = errors.Join(err, whileBusy(ctx, l.insists, func() error { return d.workers[rank].Load(ctx, &t, d.kv[rank]) }))
 		}
 		return err
 	})

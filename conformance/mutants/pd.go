@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/singleflight"
+
 	"github.com/kvport/kvport/connector"
 	"github.com/kvport/kvport/sdk"
 )
@@ -80,10 +82,11 @@ type pdNode struct {
 	over       []connector.HoldID
 	windows    map[uint64]pdWindow // of a consumer whose producers write
 	lastWindow uint64
-	scratch    []byte     // for a fault
-	reader     pdReader   // for a fault
-	alone      sync.Mutex // for a fault
-	rests      bool       // if it is frugal
+	scratch    []byte             // for a fault
+	reader     pdReader           // for a fault
+	alone      sync.Mutex         // for a fault
+	rests      bool               // if it is frugal
+	flights    singleflight.Group // for a fault
 }
 
 type pdHold struct {
@@ -265,7 +268,10 @@ func (n *pdNode) whole(h *pdHold, q *pdQuestion) bool {
 		call = len(h.fetched)
 	}
 	h.fetched[call] = true
-	return len(h.fetched) >= n.world || n.firstRankEnds
+	if n.lastRankEnds {
+		return q.Rank == n.world-1
+	}
+	return len(h.fetched) >= n.world || n.firstRankEnds || n.countsReads && h.calls >= n.world
 }
 
 // done notes that a rank has read what it wanted. The caller holds mu.

@@ -18,6 +18,7 @@ type pdFaults struct {
 	mixes, slotNames, noWeak                                   bool
 	endsAlike, abortsAlike, sixteen, reportsOne                bool
 	placeByte, slotByte, renews                                bool
+	lastRankEnds, countsReads, shortLength                     bool
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool
@@ -28,6 +29,7 @@ type pdFaults struct {
 	tailless, askedIsTaken, doneAnyway, overrun, sameSlots, ignoresFrom bool
 	noKeys, hidesMissing, lateWrite, sharedScratch, eofIsEnd, oneRead   bool
 	remembersDead, ignoresDeadline, redialsForever, busy                bool
+	ownLayout, ownBlocks, joinsRanks, fewParts, oneBit                  bool
 	// Of pairs whose producer writes, which push says.
 	push, windowStays, sameWindow, earlyDone, toldEarly bool
 	frugal                                              bool // no fault: see PDFrugal
@@ -94,12 +96,20 @@ func pdProducerMutants() []Mutant {
 		pdMutant("a producer that counts the blocks of a prompt in 8 bits", "pd-long", pdFaults{placeByte: true}),
 		pdMutant("a producer that counts slots in 8 bits", "pd-long", pdFaults{slotByte: true}),
 		pdMutant("a producer whose lease begins again with each question", "pd-expired-part", pdFaults{renews: true}),
+		pdMutant("a producer that reports a hold when the rank with the last number has fetched", "pd-all-ranks", pdFaults{lastRankEnds: true}),
+		pdMutant("a producer that takes a rank that fetches twice for two", "pd-all-ranks", pdFaults{countsReads: true}),
+		pdMutant("a producer that writes the length of a block's part in 16 bits", "pd-large", pdFaults{shortLength: true}),
 	}
 }
 
 func pdConsumerMutants() []Mutant {
 	return []Mutant{
 		pdMutant("a consumer that writes into the next slot too", "pd-exact", pdFaults{overrun: true}),
+		pdMutant("a consumer that looks for blocks where its own cache would have them", "pd-handoff", pdFaults{ownLayout: true}),
+		pdMutant("a consumer that takes slots which its own cache does not have for gone", "pd-long", pdFaults{ownBlocks: true}),
+		pdMutant("a consumer that fetches the first 1,024 parts of blocks", "pd-long", pdFaults{fewParts: true}),
+		pdMutant("a consumer whose numbers of ranks have one bit", "pd-ranks", pdFaults{oneBit: true}),
+		pdMutant("ranks that wait for the load of another and take it for their own", "pd-ranks", pdFaults{joinsRanks: true}),
 		pdMutant("a consumer that takes slots to be in a row", "pd-slots", pdFaults{sameSlots: true}),
 		pdMutant("a consumer that forgets what it has computed", "pd-part", pdFaults{ignoresFrom: true, noKeys: true}),
 		pdMutant("a consumer that takes any block at the right place", "pd-other-prompt", pdFaults{noKeys: true}),

@@ -39,6 +39,10 @@ func (w *pdWorker) Load(ctx context.Context, t *connector.Transfer, kv *connecto
 	if n.push {
 		return w.pushed(ctx, &from, t, kv)
 	}
+	if n.joinsRanks {
+		_, err, _ := n.flights.Do(fmt.Sprint(from.Hold, t.Blocks[0].ID), func() (any, error) { return nil, w.load(ctx, &from, t, kv) })
+		return err
+	}
 	err := w.load(ctx, &from, t, kv)
 	for n.redialsForever && err != nil && !errors.As(err, new(*connector.BlockError)) {
 		<-time.After(10 * time.Millisecond)
@@ -56,11 +60,11 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 	}
 	defer c.close()
 	failed := &connector.BlockError{Err: fmt.Errorf("the producer does not hold them: %w", connector.ErrGone)}
-	for i, b := range t.Blocks {
+	for i, b := range n.first(t.Blocks, kv) {
 		if n.tailless && b.Key == (connector.BlockKey{}) {
 			continue
 		}
-		a, err := c.ask(ctx, pdQuestion{Rank: w.env.Rank, Group: b.Group, Place: n.placeOf(t, i) - n.forgotten(t, w.env.Rank)})
+		a, err := c.ask(ctx, pdQuestion{Rank: n.asks(w.env.Rank), Group: b.Group, Place: n.placeOf(t, i) - n.forgotten(t, w.env.Rank), Layout: n.told(kv)})
 		switch {
 		case err != nil && n.eofIsEnd:
 			return nil
@@ -79,6 +83,33 @@ func (w *pdWorker) load(ctx context.Context, from *pdTicket, t *connector.Transf
 	}
 	if len(failed.Blocks) > 0 && !n.hidesMissing {
 		return failed
+	}
+	return nil
+}
+
+// pdMostParts is how many parts of blocks a fault has fetched at once.
+const pdMostParts = 1024
+
+// first is the blocks that are fetched: all, and for a fault as many as one call of the system takes.
+func (f *pdFaults) first(bs []connector.Block, kv *connector.KV) []connector.Block {
+	if f.fewParts {
+		return bs[:min(len(bs), pdMostParts/len(kv.Segments(0)))]
+	}
+	return bs
+}
+
+// asks is the rank whose part is fetched: the own one, and for a fault the last bit of its number.
+func (f *pdFaults) asks(rank int) int {
+	if f.oneBit {
+		return rank & 1
+	}
+	return rank
+}
+
+// told is what a question tells about the cache of who asks. Only faults have to know.
+func (f *pdFaults) told(kv *connector.KV) *connector.Layout {
+	if f.ownLayout || f.ownBlocks {
+		return kv.Layout()
 	}
 	return nil
 }

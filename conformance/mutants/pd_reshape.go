@@ -27,6 +27,7 @@ func reshapeMutants() []Mutant {
 		pdMutant("a consumer that takes the numbers of slots for those of blocks", "reshape-blocks", pdFaults{sameNumbers: true}),
 		pdMutant("a consumer whose numbers of blocks have six bits", "reshape-blocks", pdFaults{sixBits: true}),
 		pdMutant("a consumer that leaves out the last part of a block", "reshape-blocks", pdFaults{noDigests: true}),
+		pdMutant("a consumer that looks for whole blocks where its memory for them would have them", "reshape-blocks", pdFaults{ownLayout: true}),
 		pdMutant("a consumer that reads at most two ranks of its producer", "reshape-ranks", pdFaults{twoRanks: true}),
 		pdMutant("ranks that read the producer's rank of their own number", "reshape-both", pdFaults{ownNumber: true}),
 		pdMutant("a consumer that reads from the first block on", "reshape-part", pdFaults{fromStart: true}),
@@ -94,7 +95,7 @@ func (w *pdWorker) readBlocks(ctx context.Context, c *pdConn, r *pdRead) error {
 	}
 	first = n.goOn(c.from, r.rank, first, len(t.Blocks))
 	for i, b := range t.Blocks {
-		a, err := c.ask(ctx, pdQuestion{Rank: n.rankToRead(r.rank, w.env.Rank), Place: n.placeToRead(first+i, b)})
+		a, err := c.ask(ctx, pdQuestion{Rank: n.rankToRead(r.rank, w.env.Rank), Place: n.placeToRead(first+i, b), Layout: n.told(r.kv)})
 		if err != nil {
 			return err
 		}

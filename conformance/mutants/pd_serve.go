@@ -30,6 +30,8 @@ type pdQuestion struct {
 	Reshaped bool              `json:"reshaped,omitempty"` // with Done, of another shape
 	Last     bool              `json:"last,omitempty"`     // then: all is read
 	Push     *pdPush           `json:"push,omitempty"`
+
+	Layout *connector.Layout `json:"layout,omitempty"` // of who asks; faults believe it
 }
 
 // pdAnswer is a block; Gone: the hold does not have it. With a Window it is a write, and with Keys the end of them.
@@ -217,13 +219,35 @@ func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 	if kv == nil {
 		return nil
 	}
-	spans, err := kv.Spans(b)
+	spans, err := n.spans(kv, b, q.Layout)
 	if !found || err != nil || n.firstGone && n.beginsAnew(h) {
 		return &pdAnswer{Nonce: q.Nonce, Gone: true}
 	}
 	data := slices.Concat(spans...)
 	h.mix(q.Rank, b, data)
 	return &pdAnswer{Nonce: q.Nonce, Key: b.Key[:], Data: data}
+}
+
+// spans is where a block lies, and for faults where it would lie if the cache were cut as that of who asks.
+func (f *pdFaults) spans(kv *connector.KV, b connector.Block, asks *connector.Layout) ([][]byte, error) {
+	if f.ownBlocks && int(b.ID) >= asks.Blocks {
+		return nil, connector.ErrGone
+	}
+	spans, err := kv.Spans(b)
+	if memory, at := kv.Region(0), 0; f.ownLayout && err == nil {
+		for _, s := range asks.Segments {
+			if from := s.Offset + int64(b.ID)*s.BlockStride; s.Group == b.Group {
+				spans[at] = memory[min(from, int64(len(memory))-s.Bytes):][:s.Bytes]
+				at++
+			}
+		}
+	}
+	for i := range spans {
+		if f.shortLength {
+			spans[i] = spans[i][:len(spans[i])&0xFFFF]
+		}
+	}
+	return spans, err
 }
 
 // oldest is the oldest hold. The caller holds mu.

@@ -13,6 +13,7 @@ func turnMutants() []Mutant {
 		pdMutant("an engine that serves nobody while it loads", "turn-both-ways", pdFaults{busy: true}),
 		pdMutant("an engine that loads an answer from its first block on", "turn-suffix", pdFaults{ignoresFrom: true, noKeys: true}),
 		pdMutant("an engine that serves its first rank's part of an answer to all", "turn-ranks", pdFaults{firstRank: true}),
+		pdMutant("an engine that takes slots of an answer which its own cache does not have for gone", "turn-round", pdFaults{ownBlocks: true}),
 		pdMutant("an engine that mixes what an answer was with what lies there now", "turn-reused", pdFaults{mixes: true}),
 		pdMutant("an engine that knows answers by their slots", "turn-held-anew", pdFaults{slotNames: true, noSecret: true, noKeys: true}),
 		pdMutant("an engine that promises an answer to two and lets one in", "turn-forks", pdFaults{wrongCount: true}),
