@@ -18,6 +18,7 @@ type pdFaults struct {
 	mixes, slotNames, noWeak                                   bool
 	endsAlike, abortsAlike, sixteen, reportsOne                bool
 	placeByte, slotByte, renews                                bool
+	byContent, oneOwner, cutsNames                             bool
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool
@@ -36,6 +37,12 @@ type pdFaults struct {
 // pdMutant is one wrong pair.
 func pdMutant(name, caseID string, f pdFaults) Mutant {
 	return Mutant{Name: name, Case: caseID, Plugin: f.plugin}
+}
+
+// longLeases is a mutant of which no lease ends while a busy machine plays the case.
+func longLeases(m Mutant) Mutant {
+	m.Config = `{"lease_ms":60000}`
+	return m
 }
 
 // The programs that serve pairs, right and wrong, for cases of processes that die.
@@ -70,6 +77,9 @@ func pdProducerMutants() []Mutant {
 		pdMutant("a producer that serves the slot behind each", "pd-handoff", pdFaults{shifted: true}),
 		pdMutant("a producer that remembers four holds", "pd-many", pdFaults{few: true}),
 		pdMutant("a producer that knows one hold of each request id", "pd-same-request", pdFaults{byRequest: true}),
+		longLeases(pdMutant("a producer that knows holds by the last key of their prompts", "pd-alike", pdFaults{byContent: true})),
+		longLeases(pdMutant("a producer whose slots belong to one hold each", "pd-alike", pdFaults{oneOwner: true})),
+		longLeases(pdMutant("a producer that takes a request's name to end at a colon", "pd-alike", pdFaults{cutsNames: true})),
 		pdMutant("a consumer that leaves a partial block as it was", "pd-tail", pdFaults{tailless: true}),
 		pdMutant("a producer that counts a trailing group's blocks from the prompt's first", "pd-groups", pdFaults{fromFirst: true}),
 		pdMutant("a producer that serves its first rank's part to all", "pd-ranks", pdFaults{firstRank: true}),

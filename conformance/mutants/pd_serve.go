@@ -218,7 +218,7 @@ func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 		return nil
 	}
 	spans, err := kv.Spans(b)
-	if !found || err != nil || n.firstGone && n.beginsAnew(h) {
+	if !found || err != nil || n.firstGone && n.beginsAnew(h) || n.oneOwner && n.owners[b.ID] != h.id {
 		return &pdAnswer{Nonce: q.Nonce, Gone: true}
 	}
 	data := slices.Concat(spans...)
