@@ -209,6 +209,21 @@ func powerFaults() []fault {
 				return append(ids, ids...), err
 			}
 		})},
+		{"has a waiter for each call, which outlives it", "hold-consumed", onSchedule(func(b *badScheduler) {
+			b.consumed = func(ctx context.Context) ([]connector.HoldID, error) {
+				heard := make(chan []connector.HoldID, 1)
+				go func() {
+					ids, _ := b.scheduler.Consumed(context.WithoutCancel(ctx))
+					heard <- ids
+				}()
+				select {
+				case ids := <-heard:
+					return ids, nil
+				case <-ctx.Done():
+					return nil, ctx.Err()
+				}
+			}
+		})},
 		{"polls instead of waiting", "hold-waits", onSchedule(func(b *badScheduler) {
 			b.consumed = func(context.Context) ([]connector.HoldID, error) { return nil, nil }
 		})},
@@ -216,6 +231,16 @@ func powerFaults() []fault {
 			b.renewals = func(ctx context.Context, _ []connector.HoldID) ([]connector.HoldID, error) {
 				<-ctx.Done()
 				return nil, ctx.Err()
+			}
+		})},
+		{"renews whatever is open", "lease-soon", onSchedule(func(b *badScheduler) {
+			b.renewals = func(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
+				b.scheduler.backend.mu.Lock()
+				for _, h := range b.scheduler.backend.holds {
+					h.wanted = true
+				}
+				b.scheduler.backend.mu.Unlock()
+				return b.scheduler.Renewals(ctx, ended)
 			}
 		})},
 		{"keeps holds that are over", "lease-open", onSchedule(func(b *badScheduler) {
