@@ -77,6 +77,7 @@ type pdNode struct {
 	conns      map[net.Conn]struct{}
 	dialled    int
 	holds      map[connector.HoldID]*pdHold
+	saved      map[connector.RequestID]pdSaved        // for faults
 	owners     map[connector.BlockID]connector.HoldID // for a fault
 	last       connector.HoldID
 	over       []connector.HoldID
@@ -109,6 +110,7 @@ func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
 		n = &pdNode{
 			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), size: env.Layout.Groups[0].BlockTokens, wake: make(chan struct{}, 1),
 			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{}, windows: map[uint64]pdWindow{}, owners: map[connector.BlockID]connector.HoldID{},
+			saved: map[connector.RequestID]pdSaved{},
 		}
 		if env.Role.Saves() {
 			l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
@@ -178,6 +180,9 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	number := n.number()
+	if n.lastSave {
+		e.Blocks = n.saved[e.Request].blocks
+	}
 	lease := n.lease
 	if n.shortLease {
 		lease /= 8
@@ -451,11 +456,32 @@ type pdWorker struct {
 }
 
 // Save implements connector.Worker. The blocks stay where they are.
-func (w *pdWorker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV) error {
+func (w *pdWorker) Save(_ context.Context, t *connector.Transfer, kv *connector.KV) error {
 	w.node.mu.Lock()
 	defer w.node.mu.Unlock()
 	w.node.caches[w.env.Rank] = kv
+	w.node.note(t, kv)
 	return nil
+}
+
+// pdSaved is the last Save of a request, and the partial block of it.
+type pdSaved struct {
+	blocks []connector.Block
+	tail   []byte
+}
+
+// note keeps what was saved, for faults. The caller holds mu.
+func (n *pdNode) note(t *connector.Transfer, kv *connector.KV) {
+	if !n.lastSave && !n.savedTails {
+		return
+	}
+	s := pdSaved{blocks: slices.Clone(t.Blocks)}
+	for _, b := range t.Blocks {
+		if spans, err := kv.Spans(b); err == nil && b.Key == (connector.BlockKey{}) {
+			s.tail = slices.Concat(spans...)
+		}
+	}
+	n.saved[t.Request] = s
 }
 
 // Close implements connector.Worker. Nobody reads the rank's cache any more when it returns.

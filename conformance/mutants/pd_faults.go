@@ -18,7 +18,7 @@ type pdFaults struct {
 	mixes, slotNames, noWeak                                   bool
 	endsAlike, abortsAlike, sixteen, reportsOne                bool
 	placeByte, slotByte, renews                                bool
-	byContent, oneOwner, cutsNames                             bool
+	byContent, oneOwner, cutsNames, lastSave, savedTails       bool
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool
@@ -81,6 +81,8 @@ func pdProducerMutants() []Mutant {
 		longLeases(pdMutant("a producer whose slots belong to one hold each", "pd-alike", pdFaults{oneOwner: true})),
 		longLeases(pdMutant("a producer that takes a request's name to end at a colon", "pd-alike", pdFaults{cutsNames: true})),
 		pdMutant("a consumer that leaves a partial block as it was", "pd-tail", pdFaults{tailless: true}),
+		pdMutant("a producer that takes the last Save of a request for all of it", "pd-tail", pdFaults{lastSave: true}),
+		pdMutant("a producer that sends partial blocks as they were saved, and zeros for others", "pd-tail", pdFaults{savedTails: true}),
 		pdMutant("a producer that counts a trailing group's blocks from the prompt's first", "pd-groups", pdFaults{fromFirst: true}),
 		pdMutant("a producer that serves its first rank's part to all", "pd-ranks", pdFaults{firstRank: true}),
 		pdMutant("a producer that frees on abort and serves", "pd-aborted", pdFaults{freeAborted: true}),
@@ -112,6 +114,7 @@ func pdConsumerMutants() []Mutant {
 		pdMutant("a consumer that writes into the next slot too", "pd-exact", pdFaults{overrun: true}),
 		pdMutant("a consumer that takes slots to be in a row", "pd-slots", pdFaults{sameSlots: true}),
 		pdMutant("a consumer that forgets what it has computed", "pd-part", pdFaults{ignoresFrom: true, noKeys: true}),
+		pdMutant("a consumer that forgets what it has computed where the last block is partial", "pd-part", pdFaults{tailFrom: true, noKeys: true}),
 		pdMutant("a consumer that takes any block at the right place", "pd-other-prompt", pdFaults{noKeys: true}),
 		pdMutant("a consumer that says nothing of blocks that are missing", "pd-named", pdFaults{hidesMissing: true}),
 		pdMutant("a consumer that goes on after it was cancelled", "pd-cancel", pdFaults{lateWrite: true}),

@@ -222,6 +222,10 @@ func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 		return &pdAnswer{Nonce: q.Nonce, Gone: true}
 	}
 	data := slices.Concat(spans...)
+	if n.savedTails && b.Key == (connector.BlockKey{}) {
+		clear(data)
+		copy(data, n.saved[h.ended.Request].tail)
+	}
 	h.mix(q.Rank, b, data)
 	return &pdAnswer{Nonce: q.Nonce, Key: b.Key[:], Data: data}
 }
