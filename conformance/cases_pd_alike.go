@@ -58,7 +58,7 @@ func (p *pd) forget(pr *prompt) {
 	delete(p.reports, pr.hold.ID)
 }
 
-// takeEach has each hold fetched as often as it has consumers, and checks that each was reported so often and not more. False: some were
+// takeEach has each hold fetched as often as it has consumers, and checks that each was reported as often as that and not more. False: some were
 // fetched so late in their leases that their reports, which may be left out, may also come while another hold has the number.
 func (d *pd) takeEach(p *pd, all []*prompt) bool {
 	d.Helper()
@@ -128,7 +128,7 @@ func (d *pd) takeShared(p *pd) {
 }
 
 // handInParts is hand of a prompt that is computed in two steps, of which the first ends with full block k. What becomes full is saved after
-// each step, as engines do. A partial last block is in no Save: the connector first hears of it when the request has ended.
+// each step, as engines do. A partial last block is in no Save: the connector learns of it when the request has ended.
 func (p *pd) handInParts(full, more, k int) *prompt {
 	p.Helper()
 	pr := p.layOut(nil, full, more)
