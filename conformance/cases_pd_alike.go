@@ -28,12 +28,12 @@ func pdAlike(r *rig) {
 		}
 		p.churn()
 		r.rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
-		if !d.takeEach(p, all) {
+		if !p.fetchedBy(d, all) {
 			return
 		}
 		p.sweep()
 	}
-	d.takeShared(p)
+	p.sharesSlots(d)
 }
 
 // handAs is hand of a prompt of known full blocks and some more tokens, whose request has a name of its own.
@@ -58,10 +58,10 @@ func (p *pd) forget(pr *prompt) {
 	delete(p.reports, pr.hold.ID)
 }
 
-// takeEach has each hold fetched as often as it has consumers, and checks that each was reported as often as that and not more. False: some were
+// fetchedBy has a consumer fetch each hold as often as it has consumers, and checks that each was reported as often as that and not more. False: some were
 // fetched so late in their leases that their reports, which may be left out, may also come while another hold has the number.
-func (d *pd) takeEach(p *pd, all []*prompt) bool {
-	d.Helper()
+func (p *pd) fetchedBy(d *pd, all []*prompt) bool {
+	p.Helper()
 	const reportTime = time.Second // before the end of a lease
 	var sure []*prompt
 	for _, pr := range all {
@@ -99,10 +99,10 @@ func (p *pd) reportedBy(pr *prompt) {
 	}
 }
 
-// takeShared has two requests that begin alike share the slots of their first blocks, as an engine has them do that finds the prefix in
+// sharesSlots has two requests that begin alike share the slots of their first blocks, as an engine has them do that finds the prefix in
 // its cache. When the first hold is over, its own slots are another request's, and the shared ones still belong to the second.
-func (d *pd) takeShared(p *pd) {
-	d.Helper()
+func (p *pd) sharesSlots(d *pd) {
+	p.Helper()
 	const shared, own = 2, 2
 	first := p.hand(shared+own, 0)
 	if first.hold.ID == 0 || first.hold.Weak {
@@ -119,12 +119,12 @@ func (d *pd) takeShared(p *pd) {
 	}
 	p.forget(first)
 	p.forget(second)
-	if !d.takeEach(p, []*prompt{first}) {
+	if !p.fetchedBy(d, []*prompt{first}) {
 		return
 	}
 	first.blocks = first.blocks[shared:]
 	p.sweep()
-	d.takeEach(p, []*prompt{second})
+	p.fetchedBy(d, []*prompt{second})
 }
 
 // handInParts is hand of a prompt that is computed in two steps, of which the first ends with full block k. What becomes full is saved after
@@ -143,7 +143,7 @@ func (p *pd) handInParts(full, more, k int) *prompt {
 }
 
 // takeRest has a consumer that has the first blocks of a prompt load the others, with the partial last one if that is offered.
-func (d *pd) takeRest(pr *prompt, first int) {
+func takeRest(d *pd, pr *prompt, first int) {
 	d.Helper()
 	n := min(d.offer(pr, first), len(pr.blocks)-first)
 	if n < len(pr.keys)-first {

@@ -256,11 +256,11 @@ func leaseFaults() []fault {
 		})},
 		{"renews whatever is open", "lease-soon", onSchedule(func(b *badScheduler) {
 			b.renewals = func(ctx context.Context, ended []connector.HoldID) ([]connector.HoldID, error) {
-				b.scheduler.backend.mu.Lock()
-				for _, h := range b.scheduler.backend.holds {
+				b.backend.mu.Lock()
+				for _, h := range b.backend.holds {
 					h.wanted = true
 				}
-				b.scheduler.backend.mu.Unlock()
+				b.backend.mu.Unlock()
 				return b.scheduler.Renewals(ctx, ended)
 			}
 		})},
