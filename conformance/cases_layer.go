@@ -279,10 +279,9 @@ func layerRead(r *rig) {
 		r.Skipf("the connector's tickets give other engines nothing")
 	}
 	d.take(first) // so that it knows where to read
-	for range 4 {
-		pr := &prompt{request: "layers", keys: p.keys(4), tokens: 4 * blockTokens}
-		pr.blocks = p.place(pr.keys, p.slots(4))
-		l := p.layerBlocks(0, pr.blocks...)
+	for n := range 4 {
+		pr := p.layered(4, n%2*2)
+		l := p.layerBlocks(0, pr.blocks[:len(pr.keys)]...)
 		for n := range p.layers() {
 			l.running("before the last layer was announced")
 			l.compute(n + 1)
@@ -293,6 +292,17 @@ func layerRead(r *rig) {
 		d.take(pr)
 		p.sweep()
 	}
+}
+
+// layered is a prompt whose full blocks are still to be computed and saved layer by layer. Some more tokens are in a partial block, which
+// engines compute as well and do not save.
+func (p *pd) layered(full, more int) *prompt {
+	p.Helper()
+	content := p.keys(full + (more+blockTokens-1)/blockTokens)
+	pr := &prompt{request: "layers", keys: content[:full], tokens: full*blockTokens + more}
+	pr.blocks = p.place(content, p.slots(len(content)))
+	p.fill(pr.blocks[full:]...)
+	return pr
 }
 
 func layerLast(r *rig) {

@@ -374,9 +374,15 @@ func multiNested(f *composite) {
 // produced saves a prompt, ends its request and gives the hold.
 func (f *composite) produced(p *engine) (connector.Hold, []connector.BlockKey) {
 	f.Helper()
+	return f.producedAt(p, 0)
+}
+
+// producedAt is produced in the slots from the first on.
+func (f *composite) producedAt(p *engine, first int) (connector.Hold, []connector.BlockKey) {
+	f.Helper()
 	keys := p.keys(3)
-	p.save(blocks(0, keys...)...)
-	hold := p.finish(ended("producer", blocks(0, keys...)))[0]
+	p.save(blocks(first, keys...)...)
+	hold := p.finish(ended("producer", blocks(first, keys...)))[0]
 	if hold.ID == 0 || len(hold.Ticket) == 0 {
 		f.Skipf("the children hold nothing for a consumer")
 	}
@@ -458,6 +464,11 @@ func multiNamed(f *composite) {
 }
 
 func multiHoldLast(f *composite) {
+	for _, kid := range []map[string]json.RawMessage{f.a, f.b} {
+		if hold, _ := f.produced(f.of(kid)); hold.Weak {
+			f.Skipf("a child gives the blocks back at once, so that nothing waits for its consumer")
+		}
+	}
 	p := f.of(f.a, f.b)
 	hold, keys := f.produced(p)
 	f.fetch(f.a, hold, keys)
@@ -466,6 +477,31 @@ func multiHoldLast(f *composite) {
 	}
 	f.fetch(f.b, hold, keys)
 	f.equal(1, len(f.consumed(p, soon)), "holds that are over when the last child's was fetched")
+	f.twoHolds(p)
+}
+
+// twoHolds has two holds open at a time: each counts its own children's parts.
+func (f *composite) twoHolds(p *engine) {
+	f.Helper()
+	one, ofOne := f.producedAt(p, 0)
+	other, ofOther := f.producedAt(p, len(ofOne))
+	f.fetch(f.a, one, ofOne)
+	f.fetch(f.a, other, ofOther)
+	if ids := f.consumed(p, 100*time.Millisecond); len(ids) > 0 {
+		f.Errorf("of two holds one child's part of each was fetched, Consumed gave %v, and the other child still keeps the blocks", ids)
+	}
+	f.fetch(f.b, one, ofOne)
+	f.fetch(f.b, other, ofOther)
+	var over []connector.HoldID
+	for w := f.patience(soon); len(over) < 2 && !w.over(); {
+		over = append(over, f.consumed(p, soon)...)
+	}
+	slices.Sort(over)
+	want := []connector.HoldID{one.ID, other.ID}
+	slices.Sort(want)
+	if !slices.Equal(over, want) {
+		f.Errorf("both children's parts of two holds were fetched, Consumed gave %v, want %v", over, want)
+	}
 }
 
 // waitsFor asks for a hold's ticket as an engine with one of the children, whose request waits.

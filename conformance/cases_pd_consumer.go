@@ -93,6 +93,9 @@ func pdPart(r *rig) {
 		r.equal(5-first, right, "blocks that arrived")
 		p.consumed(pr, 1)
 	}
+	for _, first := range []int{2, 5} {
+		takeRest(d, p.hand(5, 2), first)
+	}
 }
 
 func pdOtherPrompt(r *rig) {

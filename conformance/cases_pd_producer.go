@@ -95,6 +95,11 @@ func pdTail(r *rig) {
 		p.churn()
 		d.take(pr)
 	}
+	for more := range 2 {
+		pr := p.handInParts(3, 2*more, 1+more)
+		p.churn()
+		d.take(pr)
+	}
 }
 
 func pdGroups(r *rig) {

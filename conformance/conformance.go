@@ -125,7 +125,7 @@ type T interface {
 func Cases() []Case {
 	return slices.Concat(basicCases(), openCases(), matchCases(), workCases(), layoutCases(), storeCases(), keyCases(), contentCases(), randomCases(), boundedCases(), ageingCases(), holdCases(), powerCases(), arenaCases(), placeCases(), statCases(), eventCases(), layerCases(), overlapCases(),
 		lifeCases(), ringCases(), byHandCases(), rankCases(), groupCases(), hostileCases(), cancelCases(), killCases(), damageCases(), folderCases(),
-		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
+		remoteCases(), offloadCases(), bufferCases(), pipeCases(), pdProducerCases(), pdAlikeCases(), pdConsumerCases(), pdNetworkCases(), pdLateCases(), reshapeCases(), turnCases(), multiCases())
 }
 
 // Status is how a case ended.

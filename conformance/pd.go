@@ -258,6 +258,14 @@ func (p *pd) compute(full, more int) *prompt {
 // computeBehind is compute of a prompt that begins with full blocks which are known.
 func (p *pd) computeBehind(known []connector.BlockKey, full, more int) *prompt {
 	p.Helper()
+	pr := p.layOut(known, full, more)
+	p.must(p.saveOnly(p.Context(), pr.transfer(0, pr.blocks)), "save")
+	return pr
+}
+
+// layOut computes a prompt as computeBehind does, and does not save it yet.
+func (p *pd) layOut(known []connector.BlockKey, full, more int) *prompt {
+	p.Helper()
 	full += len(known)
 	n := full
 	if more > 0 {
@@ -267,8 +275,6 @@ func (p *pd) computeBehind(known []connector.BlockKey, full, more int) *prompt {
 	pr := &prompt{request: connector.RequestID(fmt.Sprintf("request-%x", content[n-1][:4])), keys: content[:full], tokens: full*blockTokens + more}
 	pr.blocks = p.place(content, p.slots(n))
 	p.fill(pr.blocks...)
-	t := pr.transfer(0, pr.blocks)
-	p.must(p.saveOnly(p.Context(), t), "save")
 	return pr
 }
 

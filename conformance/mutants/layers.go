@@ -93,6 +93,7 @@ func layerReadFaults() []fault {
 		{"takes each announcement for one layer", "layer-jump", onLayers(layerCall.oneEach)},
 		{"reads the digests with the first layer", "layer-digests", onLayers(layerCall.digestsFirst)},
 		{"reads all layers when the first is final, for those who have loaded before", "layer-read", readsForLoaders},
+		{"offers partial blocks that were in no save", "layer-read", offersTails},
 		{"takes every group for the first", "layer-groups", onLayers(layerCall.firstGroup)},
 		{"acknowledges when all layers but one are stored", "layer-last", onLayers(func(c layerCall) error {
 			err := c.waitFor(c.layers() - 1)
@@ -134,6 +135,29 @@ func readsForLoaders(_ *backend, w *wrappers) {
 				return c.right()
 			},
 		}
+	}
+}
+
+// offersTails offers what a ticket's request has computed behind its full blocks, and loads nothing there.
+func offersTails(b *backend, w *wrappers) {
+	const more = 2
+	onSchedule(func(s *badScheduler) {
+		s.match = func(ctx context.Context, qs []connector.Query) ([]connector.Match, error) {
+			out, err := s.scheduler.Match(ctx, qs)
+			for i := range out {
+				if qs[i].Ticket != nil && out[i].Tokens > 0 {
+					out[i].Tokens += more
+				}
+			}
+			return out, err
+		}
+	})(b, w)
+	w.worker = func(k *worker) connector.Worker {
+		return &badWorker{worker: k, load: func(ctx context.Context, t *connector.Transfer, kv *connector.KV) error {
+			full := *t
+			full.Blocks = slices.DeleteFunc(slices.Clone(t.Blocks), func(b connector.Block) bool { return b.Key == connector.BlockKey{} })
+			return k.Load(ctx, &full, kv)
+		}}
 	}
 }
 

@@ -50,6 +50,7 @@ func multiMutants() []Mutant {
 		{"does not save to a nested child", "multi-nested", func() multiKnobs { return multiKnobs{worker: notNested} }},
 		{"hands a child another's ticket", "multi-tickets", func() multiKnobs { return multiKnobs{joint: swapsTickets} }},
 		{"counts the holds of two children as one", "multi-hold-last", func() multiKnobs { return multiKnobs{scheduler: firstCounts} }},
+		{"counts what children have reported over all holds", "multi-hold-last", countsOverAll},
 		{"swallows its children's renewals", "multi-renews", func() multiKnobs { return multiKnobs{joint: swallowsRenewals} }},
 		{"passes on the first child's renewals only", "multi-renews", func() multiKnobs { return multiKnobs{scheduler: firstRenews} }},
 		{"does not tell its children which holds are over", "multi-renews-no-more", func() multiKnobs { return multiKnobs{joint: tellsNoEnd} }},

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -78,6 +79,8 @@ type pdNode struct {
 	conns      map[net.Conn]struct{}
 	dialled    int
 	holds      map[connector.HoldID]*pdHold
+	saved      map[connector.RequestID]pdSaved        // for faults
+	owners     map[connector.BlockID]connector.HoldID // for a fault
 	last       connector.HoldID
 	over       []connector.HoldID
 	windows    map[uint64]pdWindow // of a consumer whose producers write
@@ -109,7 +112,8 @@ func (a *pdNodes) join(env *connector.Env, c pdConfig) (*pdNode, error) {
 	if n == nil {
 		n = &pdNode{
 			pdFaults: a.faults, all: a, id: id, lease: time.Duration(c.LeaseMS) * time.Millisecond, world: max(1, env.World), size: env.Layout.Groups[0].BlockTokens, wake: make(chan struct{}, 1),
-			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{}, windows: map[uint64]pdWindow{},
+			caches: map[int]*connector.KV{}, conns: map[net.Conn]struct{}{}, holds: map[connector.HoldID]*pdHold{}, windows: map[uint64]pdWindow{}, owners: map[connector.BlockID]connector.HoldID{},
+			saved: map[connector.RequestID]pdSaved{},
 		}
 		if env.Role.Saves() {
 			l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
@@ -179,6 +183,9 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	number := n.number()
+	if n.lastSave {
+		e.Blocks = n.saved[e.Request].blocks
+	}
 	lease := n.lease
 	if n.shortLease {
 		lease /= 8
@@ -189,13 +196,37 @@ func (n *pdNode) add(e connector.Ended) *pdHold {
 	}
 	n.endTurn(h)
 	for id, old := range n.holds {
-		if n.byRequest && old.ended.Request == e.Request || n.few && id+4 <= n.last {
+		if n.byRequest && old.ended.Request == e.Request || n.few && id+4 <= n.last || n.byContent && lastKey(&old.ended) == lastKey(&e) {
 			delete(n.holds, id)
 		}
 	}
 	n.holds[number] = h
+	n.own(h)
 	n.snapshot(h)
 	return h
+}
+
+// lastKey is the key of the last full block of an ended request.
+func lastKey(e *connector.Ended) (k connector.BlockKey) {
+	for _, b := range e.Blocks {
+		if b.Key != (connector.BlockKey{}) {
+			k = b.Key
+		}
+	}
+	return k
+}
+
+// own notes to which hold slots belong, for a fault. The caller holds mu.
+func (n *pdNode) own(h *pdHold) {
+	for _, b := range h.ended.Blocks {
+		n.owners[b.ID] = h.id
+	}
+}
+
+// known reports whether the done message of a hold's request finds it: for a fault not if its name contains a colon.
+func (n *pdNode) known(h *pdHold) bool {
+	name, _, _ := strings.Cut(fmt.Sprintf("%s:%d", h.ended.Request, 1), ":")
+	return !n.cutsNames || name == string(h.ended.Request)
 }
 
 // number is the number of the next hold. The caller holds mu.
@@ -276,7 +307,7 @@ func (n *pdNode) whole(h *pdHold, q *pdQuestion) bool {
 
 // done notes that a rank has read what it wanted. The caller holds mu.
 func (n *pdNode) done(h *pdHold, q *pdQuestion) {
-	if !n.whole(h, q) {
+	if !n.whole(h, q) || !n.known(h) {
 		return
 	}
 	switch {
@@ -431,11 +462,32 @@ type pdWorker struct {
 }
 
 // Save implements connector.Worker. The blocks stay where they are.
-func (w *pdWorker) Save(_ context.Context, _ *connector.Transfer, kv *connector.KV) error {
+func (w *pdWorker) Save(_ context.Context, t *connector.Transfer, kv *connector.KV) error {
 	w.node.mu.Lock()
 	defer w.node.mu.Unlock()
 	w.node.caches[w.env.Rank] = kv
+	w.node.note(t, kv)
 	return nil
+}
+
+// pdSaved is the last Save of a request, and the partial block of it.
+type pdSaved struct {
+	blocks []connector.Block
+	tail   []byte
+}
+
+// note keeps what was saved, for faults. The caller holds mu.
+func (n *pdNode) note(t *connector.Transfer, kv *connector.KV) {
+	if !n.lastSave && !n.savedTails {
+		return
+	}
+	s := pdSaved{blocks: slices.Clone(t.Blocks)}
+	for _, b := range t.Blocks {
+		if spans, err := kv.Spans(b); err == nil && b.Key == (connector.BlockKey{}) {
+			s.tail = slices.Concat(spans...)
+		}
+	}
+	n.saved[t.Request] = s
 }
 
 // Close implements connector.Worker. Nobody reads the rank's cache any more when it returns.

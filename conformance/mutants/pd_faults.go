@@ -19,6 +19,7 @@ type pdFaults struct {
 	endsAlike, abortsAlike, sixteen, reportsOne                bool
 	placeByte, slotByte, renews                                bool
 	lastRankEnds, countsReads, shortLength                     bool
+	byContent, oneOwner, cutsNames, lastSave, savedTails       bool
 	// Of both, with engines of other shapes.
 	sameNumbers, sixBits, noDigests, unchecked, fromStart bool
 	twoRanks, ownNumber, offersAll, countsCalls           bool
@@ -38,6 +39,12 @@ type pdFaults struct {
 // pdMutant is one wrong pair.
 func pdMutant(name, caseID string, f pdFaults) Mutant {
 	return Mutant{Name: name, Case: caseID, Plugin: f.plugin}
+}
+
+// longLeases is a mutant of which no lease ends while a busy machine plays the case.
+func longLeases(m Mutant) Mutant {
+	m.Config = `{"lease_ms":60000}`
+	return m
 }
 
 // The programs that serve pairs, right and wrong, for cases of processes that die.
@@ -72,7 +79,12 @@ func pdProducerMutants() []Mutant {
 		pdMutant("a producer that serves the slot behind each", "pd-handoff", pdFaults{shifted: true}),
 		pdMutant("a producer that remembers four holds", "pd-many", pdFaults{few: true}),
 		pdMutant("a producer that knows one hold of each request id", "pd-same-request", pdFaults{byRequest: true}),
+		longLeases(pdMutant("a producer that knows holds by the last key of their prompts", "pd-alike", pdFaults{byContent: true})),
+		longLeases(pdMutant("a producer whose slots belong to one hold each", "pd-alike", pdFaults{oneOwner: true})),
+		longLeases(pdMutant("a producer that takes a request's name to end at a colon", "pd-alike", pdFaults{cutsNames: true})),
 		pdMutant("a consumer that leaves a partial block as it was", "pd-tail", pdFaults{tailless: true}),
+		pdMutant("a producer that takes the last Save of a request for all of it", "pd-tail", pdFaults{lastSave: true}),
+		pdMutant("a producer that sends partial blocks as they were saved, and zeros for others", "pd-tail", pdFaults{savedTails: true}),
 		pdMutant("a producer that counts a trailing group's blocks from the prompt's first", "pd-groups", pdFaults{fromFirst: true}),
 		pdMutant("a producer that serves its first rank's part to all", "pd-ranks", pdFaults{firstRank: true}),
 		pdMutant("a producer that frees on abort and serves", "pd-aborted", pdFaults{freeAborted: true}),
@@ -112,6 +124,7 @@ func pdConsumerMutants() []Mutant {
 		pdMutant("ranks that wait for the load of another and take it for their own", "pd-ranks", pdFaults{joinsRanks: true}),
 		pdMutant("a consumer that takes slots to be in a row", "pd-slots", pdFaults{sameSlots: true}),
 		pdMutant("a consumer that forgets what it has computed", "pd-part", pdFaults{ignoresFrom: true, noKeys: true}),
+		pdMutant("a consumer that forgets what it has computed where the last block is partial", "pd-part", pdFaults{tailFrom: true, noKeys: true}),
 		pdMutant("a consumer that takes any block at the right place", "pd-other-prompt", pdFaults{noKeys: true}),
 		pdMutant("a consumer that says nothing of blocks that are missing", "pd-named", pdFaults{hidesMissing: true}),
 		pdMutant("a consumer that goes on after it was cancelled", "pd-cancel", pdFaults{lateWrite: true}),

@@ -220,10 +220,14 @@ func (n *pdNode) read(h *pdHold, q *pdQuestion) *pdAnswer {
 		return nil
 	}
 	spans, err := n.spans(kv, b, q.Layout)
-	if !found || err != nil || n.firstGone && n.beginsAnew(h) {
+	if !found || err != nil || n.firstGone && n.beginsAnew(h) || n.oneOwner && n.owners[b.ID] != h.id {
 		return &pdAnswer{Nonce: q.Nonce, Gone: true}
 	}
 	data := slices.Concat(spans...)
+	if n.savedTails && b.Key == (connector.BlockKey{}) {
+		clear(data)
+		copy(data, n.saved[h.ended.Request].tail)
+	}
 	h.mix(q.Rank, b, data)
 	return &pdAnswer{Nonce: q.Nonce, Key: b.Key[:], Data: data}
 }

@@ -170,6 +170,15 @@ func onSchedule(change func(*badScheduler)) func(*backend, *wrappers) {
 }
 
 func powerFaults() []fault {
+	return slices.Concat(planFaults(), holdPowerFaults(), leaseFaults(), []fault{
+		{"says reset and keeps all", "reset", onSchedule(func(b *badScheduler) {
+			b.reset = func(context.Context) (bool, error) { return true, nil }
+		})},
+	})
+}
+
+// planFaults are about what a Plan moves.
+func planFaults() []fault {
 	return []fault{
 		{"plans a block that the Step does not hold", "plan-within-step", onSchedule(func(b *badScheduler) {
 			b.plan = func(ctx context.Context, step *connector.Step) (*connector.Plan, error) {
@@ -187,6 +196,12 @@ func powerFaults() []fault {
 				return &connector.Plan{Loads: step.Admitted, Saves: step.Computed}, nil
 			}
 		})},
+	}
+}
+
+// holdPowerFaults are about what is held and how that is reported.
+func holdPowerFaults() []fault {
+	return []fault{
 		{"answers ended requests from the back", "hold-order", onSchedule(func(b *badScheduler) {
 			b.finish = func(ctx context.Context, ended []connector.Ended) ([]connector.Hold, error) {
 				holds, err := b.scheduler.Finish(ctx, ended)
@@ -209,9 +224,30 @@ func powerFaults() []fault {
 				return append(ids, ids...), err
 			}
 		})},
+		{"has a waiter for each call, which outlives it", "hold-consumed", onSchedule(func(b *badScheduler) {
+			b.consumed = func(ctx context.Context) ([]connector.HoldID, error) {
+				heard := make(chan []connector.HoldID, 1)
+				go func() {
+					ids, _ := b.scheduler.Consumed(context.WithoutCancel(ctx))
+					heard <- ids
+				}()
+				select {
+				case ids := <-heard:
+					return ids, nil
+				case <-ctx.Done():
+					return nil, ctx.Err()
+				}
+			}
+		})},
 		{"polls instead of waiting", "hold-waits", onSchedule(func(b *badScheduler) {
 			b.consumed = func(context.Context) ([]connector.HoldID, error) { return nil, nil }
 		})},
+	}
+}
+
+// leaseFaults are about renewals.
+func leaseFaults() []fault {
+	return []fault{
 		{"waits for a renewal as long as there is none", "lease-soon", onSchedule(func(b *badScheduler) {
 			b.renewals = func(ctx context.Context, _ []connector.HoldID) ([]connector.HoldID, error) {
 				<-ctx.Done()
@@ -228,9 +264,6 @@ func powerFaults() []fault {
 			b.renewals = func(context.Context, []connector.HoldID) ([]connector.HoldID, error) {
 				return []connector.HoldID{last}, nil
 			}
-		})},
-		{"says reset and keeps all", "reset", onSchedule(func(b *badScheduler) {
-			b.reset = func(context.Context) (bool, error) { return true, nil }
 		})},
 	}
 }
