@@ -172,6 +172,13 @@ func (s *tiered) read(k connector.StoreKey) *kept {
 
 // Get implements connector.Store.
 func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
+	if s.fault == "kept pins" {
+		s.pin(items)
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		defer s.unpin(items)
+	}
 	return each(ctx, items, func(it connector.Item) error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
@@ -201,6 +208,23 @@ func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
 		s.use(it.Key)
 		return nil
 	})
+}
+
+// pin keeps what is in memory there.
+func (s *tiered) pin(items []connector.Item) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		s.pinned[it.Key] = s.memory[it.Key] != nil
+	}
+}
+
+func (s *tiered) unpin(items []connector.Item) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		delete(s.pinned, it.Key)
+	}
 }
 
 // loaded is what lies in a block at the end of a load; faults of loads are here.
@@ -397,6 +421,7 @@ func boundedFaults() (out []Unseen) {
 		{"a time that begins again with each load", "ttl again", []string{"OFF-10"}},
 		{"a time that a load forgets", "ttl hot", []string{"OFF-10"}},
 		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
+		{"a load that keeps its pins when it is cancelled", "kept pins", []string{"OFF-05"}},
 		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},
 	} {
 		const config = `{"num_cpu_blocks":4000}` // named cases have large batches
