@@ -409,6 +409,52 @@ func (s *tiered) Reset(context.Context) (bool, error) {
 // Close implements connector.Store.
 func (s *tiered) Close() error { return nil }
 
+// Watched is Offload whose blocks have events, without limits of time.
+func Watched(fault string) connector.Plugin {
+	d := sdk.Definition{Name: "WatchedReference", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanReset | connector.CanEvents}
+	return sdk.FromStore(d, func(ctx context.Context, env connector.Env, c OffloadConfig) (connector.Store, error) {
+		store, err := openOffload(fault)(ctx, env, c)
+		if err != nil {
+			return nil, err
+		}
+		return &watched{tiered: store.(*tiered), had: map[connector.StoreKey]bool{}}, nil //nolint:forcetypeassert // it opens nothing else
+	})
+}
+
+// watched is the Store of Watched.
+type watched struct {
+	*tiered
+	removed func([]connector.StoreKey)
+	had     map[connector.StoreKey]bool
+}
+
+// Watch implements sdk.Watchable.
+func (w *watched) Watch(removed func([]connector.StoreKey)) { w.removed = removed }
+
+// Put implements connector.Store.
+func (w *watched) Put(ctx context.Context, items []connector.Item) error {
+	err := w.tiered.Put(ctx, items)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	there := func(k connector.StoreKey) bool { return w.memory[k] != nil || slices.Contains(w.files, k) }
+	for _, it := range items {
+		w.had[it.Key] = w.had[it.Key] || there(it.Key)
+	}
+	var gone []connector.StoreKey
+	for k, had := range w.had {
+		if !there(k) {
+			delete(w.had, k)
+			if had {
+				gone = append(gone, k)
+			}
+		}
+	}
+	if w.fault != "untold" && len(gone) > 0 {
+		w.removed(gone)
+	}
+	return err
+}
+
 // boundedFaults are about what options bound; no case of tiers notices them.
 func boundedFaults() (out []Unseen) {
 	for _, f := range []struct {
@@ -459,5 +505,8 @@ func offloadMutants() (out []Mutant) {
 			Plugin: func() connector.Plugin { return Offload(m.fault) },
 		})
 	}
-	return out
+	return append(out, Mutant{
+		Name: "a tier that does not say what it gives up", Case: "event-evicted", Config: `{"num_cpu_blocks":64}`,
+		Plugin: func() connector.Plugin { return Watched("untold") },
+	})
 }
