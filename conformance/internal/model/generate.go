@@ -264,7 +264,7 @@ func (g *generator) call() Call {
 	return c
 }
 
-// cancel ends one in so many calls early, or before it begins.
+// cancel ends a call early, or before it begins, with a chance of one in oneIn.
 func (g *generator) cancel(c *Call, oneIn int) {
 	if !g.chance(1, oneIn) {
 		return
