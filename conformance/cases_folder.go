@@ -117,6 +117,7 @@ func diskFull(r *rig) {
 		found := e.tryMatch(keys)
 		if err != nil {
 			failures++
+			e.offersUnnamed(err, from)
 		} else {
 			acked = append(acked, keys)
 			r.equal(len(keys), found, "blocks offered after save %d, which succeeded", n)

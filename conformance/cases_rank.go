@@ -1,6 +1,8 @@
 package conformance
 
 import (
+	"errors"
+	"fmt"
 	"sync"
 
 	"github.com/kvport/kvport/connector"
@@ -17,6 +19,7 @@ func rankCase(id, rule, text string, body func(*rig)) Case {
 func rankCases() []Case {
 	return []Case{
 		rankCase("three-shards", "KEY-07", "Each of three ranks gets back its own shard, in another life too.", threeShards),
+		rankCase("many-shards", "KEY-07", "Each of seventeen ranks gets back its own shard.", manyShards),
 		rankCase("rank-missing", "STORE-03", "A block is not offered while any one of three ranks lacks it.", rankMissing),
 		rankCase("rank-fails", "RANK-01", "A rank whose shard is absent fails alone; the others load theirs.", rankFails),
 		rankCase("rank-orders", "OPEN-01", "Three ranks open in every order, before and after the scheduler side.", rankOrders),
@@ -25,9 +28,25 @@ func rankCases() []Case {
 	}
 }
 
-func threeShards(r *rig) {
-	e := r.engine(setup{world: ranks})
-	keys := e.keys(4)
+func threeShards(r *rig) { r.engine(setup{world: ranks}).keepsShards(4) }
+
+// manyShards has one rank more than fit into four bits. A connector that takes fewer says so when it is opened.
+func manyShards(r *rig) {
+	e := r.closed(setup{world: 17})
+	err := e.opens()
+	if errors.Is(err, connector.ErrIncompatible) {
+		r.unfit(fmt.Sprintf("it takes no engine of %d ranks: %v", e.env.World, err))
+	}
+	r.mustOpen(e.inst, err, "open the sides")
+	e.openAll()
+	e.keepsShards(1)
+}
+
+// keepsShards saves n blocks on all ranks, and loads them into this engine and another one.
+func (e *engine) keepsShards(n int) {
+	e.Helper()
+	r := e.rig
+	keys := e.keys(n)
 	e.save(blocks(0, keys...)...)
 	for _, who := range []*engine{e, e.peer()} {
 		to := blocks(6, keys...)

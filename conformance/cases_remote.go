@@ -236,6 +236,9 @@ func remoteCutSave(r *rig, s *server) {
 		if err != nil {
 			e.acceptable("save", err)
 			keys = before
+			for _, k := range unnamed(err, from) { // each is stored, whatever became of those before it
+				e.back([]connector.BlockKey{k})
+			}
 		}
 		e.back(keys)
 	})
@@ -400,6 +403,7 @@ func remoteFull(r *rig, s *server) {
 			r.equal(2, e.match(fresh...), "blocks offered after a save that a full server took")
 		} else {
 			e.acceptable("save", err)
+			e.offersUnnamed(err, save.Blocks)
 		}
 		r.equal(4, e.tryMatch(keys), "blocks offered by a full server")
 		r.equal(4, e.strict(keys), "blocks loaded from a full server")
@@ -437,6 +441,7 @@ func remoteBusy(r *rig, s *server) {
 			r.Errorf("a save succeeded on a server that answers with errors")
 		} else {
 			e.acceptable("save", err)
+			r.equal(0, len(unnamed(err, save.Blocks)), "blocks that the error of a save does not name while the server answers with errors")
 		}
 	}
 	answerAgain()

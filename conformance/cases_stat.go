@@ -2,7 +2,10 @@ package conformance
 
 import (
 	"context"
+	"errors"
+	"fmt"
 
+	"github.com/kvport/kvport/conformance/internal/model"
 	"github.com/kvport/kvport/connector"
 )
 
@@ -20,6 +23,7 @@ func eventCases() []Case {
 		powerCase(Case{ID: "event-sequence", Rule: "EVENT-02", Text: "Events are numbered without a gap, and each is reported once."}, connector.CanEvents, eventSequence),
 		powerCase(Case{ID: "event-waits", Rule: "EVENT-03", Text: "Events waits until its context is done."}, connector.CanEvents, eventWaits),
 		powerCase(Case{ID: "event-cleared", Rule: "EVENT-04", Text: "What a Reset forgot is reported."}, connector.CanEvents, eventCleared),
+		powerCase(Case{ID: "event-evicted", Rule: "EVENT-04", Text: "What a full connector gave up is reported."}, connector.CanEvents, eventEvicted),
 	}
 }
 
@@ -298,4 +302,101 @@ func eventCleared(r *rig) {
 	clear(n.stored)
 	e.save(blocks(0, keys...)...)
 	n.until("they are stored again", func() bool { return n.has(keys...) })
+}
+
+// eventEvicted saves twice as many blocks as the options of the config allow, one by one.
+func eventEvicted(r *rig) {
+	b := r.bounding()
+	if b.tiers() == 0 {
+		r.undeclared("no option in the schema of the config says that it bounds all that is kept")
+	}
+	layout := layoutOf(&model.Shape{Ranks: 1, Slots: 6, Gaps: true, Groups: []model.Group{{Segments: 3, Bytes: 6 << 10}}})
+	config, limits, err := b.set(r.config, &model.Bounds{Blocks: 6}, layout.BlockBytes(0))
+	r.must(err, "config")
+	e := r.closed(setup{layout: &layout, config: config})
+	e.config = config
+	e.openAll()
+	n := e.news()
+	take, end := n.streamed()
+	defer end()
+	var keys []connector.BlockKey
+	for range 2 * limits.All {
+		k := e.keys(1)
+		e.fill(blocks(0, k...)...)
+		err := e.saveOnly(r.Context(), transfer(blocks(0, k...)))
+		if errors.Is(err, connector.ErrDeclined) { // a quota or a threshold may have it so
+			continue
+		}
+		r.must(err, "save")
+		keys = append(keys, k...)
+	}
+	if len(keys) == 0 {
+		r.unfit("with the options of the config, each block is declined that is saved once")
+	}
+	n.tells(keys, take)
+}
+
+// streamed asks for events in the background, with one context for all: what an answer brings when its context has just ended is lost. take
+// takes those that have come, and end ends that.
+func (n *news) streamed() (take, end func()) {
+	ctx, cancel := context.WithCancel(n.Context())
+	come := make(chan []connector.BlockEvent)
+	go func() {
+		defer close(come)
+		for ctx.Err() == nil {
+			events, err := n.source.Events(ctx)
+			if err != nil {
+				return
+			}
+			select {
+			case come <- events:
+			case <-ctx.Done():
+			}
+		}
+	}()
+	take = func() {
+		for {
+			select {
+			case events, open := <-come:
+				for i := range events {
+					n.take(&events[i])
+				}
+				if !open {
+					return
+				}
+			default:
+				return
+			}
+		}
+	}
+	return take, func() {
+		cancel()
+		for range come { // until nobody asks any more
+		}
+	}
+}
+
+// tells waits until the last of the blocks was reported as stored, and each that was is offered or was reported as gone.
+func (n *news) tells(keys []connector.BlockKey, take func()) {
+	n.Helper()
+	queries := make([]connector.Query, len(keys))
+	for i := range keys {
+		queries[i] = query(keys[i : i+1])
+	}
+	n.eventually(soon, func() string {
+		take()
+		if !n.has(keys[len(keys)-1]) {
+			return "the block that was saved last is not reported as stored"
+		}
+		stale := 0
+		for i, m := range n.ask(queries...) {
+			if k := keys[i]; m.Tokens == 0 && n.stored[k] > 0 && !n.gone[k] && !n.clear {
+				stale++
+			}
+		}
+		if stale > 0 {
+			return fmt.Sprintf("%d of %d blocks that were reported as stored are not offered any more, and not reported as removed", stale, len(n.stored))
+		}
+		return ""
+	})
 }

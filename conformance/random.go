@@ -192,7 +192,7 @@ func (t *theatre) steps(h *model.History, wait time.Duration) *failure {
 			v = t.askAgain(step, &outcomes[len(outcomes)-1], v, began)
 		}
 		if v != nil && v.Declined {
-			v = t.saveAgain(step, &outcomes[len(outcomes)-1])
+			v = t.saveAgain(step, &outcomes[len(outcomes)-1], cut)
 		}
 		if v != nil {
 			t.excuse(v, began)
@@ -248,9 +248,17 @@ func (t *theatre) askAgain(step model.Step, o *model.Outcome, v *model.Violation
 // offers is how often a block is saved before it is said to be declined: options may ask for more than one offer (OFF-08).
 const offers = 8
 
-// saveAgain saves again what was declined.
-func (t *theatre) saveAgain(step model.Step, o *model.Outcome) (v *model.Violation) {
-	for range offers {
+// saveAgain saves again what was declined, for a while if loads ended early: what still works behind those may hold blocks until it has ended.
+func (t *theatre) saveAgain(step model.Step, o *model.Outcome, cut bool) (v *model.Violation) {
+	limit := soon
+	if t.shortening {
+		limit = 5 * askAgain
+	}
+	w := t.patience(limit)
+	for n := 0; n < offers || cut && !w.over(); n++ {
+		if n >= offers {
+			t.wait(askAgain)
+		}
 		*o = t.stage.do(step)
 		if v = t.judge.Step(step, o); v == nil || !v.Declined {
 			return v

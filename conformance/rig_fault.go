@@ -183,6 +183,31 @@ func (e *engine) tryMove(t connector.Transfer, save bool) error {
 	return e.returns("Load", soon, func(ctx context.Context) error { return worker.Load(ctx, &t, kv) })
 }
 
+// unnamed are the keys of blocks that the error of their save does not name: they are stored. An error that names no blocks is about all of them.
+func unnamed(err error, of []connector.Block) (keys []connector.BlockKey) {
+	part, some := errors.AsType[*connector.BlockError](err)
+	if !some {
+		return nil
+	}
+	for _, b := range of {
+		if !slices.Contains(part.Blocks, b.ID) {
+			keys = append(keys, b.Key)
+		}
+	}
+	return keys
+}
+
+// offersUnnamed checks that those blocks are offered.
+func (e *engine) offersUnnamed(err error, of []connector.Block) {
+	e.Helper()
+	for _, k := range unnamed(err, of) {
+		if e.tryMatch([]connector.BlockKey{k}) == 0 {
+			e.Errorf("a block is not offered although the error of its save does not name it: %v", err)
+			return
+		}
+	}
+}
+
 // eventually asks again and again until check gives "".
 func (e *engine) eventually(limit time.Duration, check func() string) {
 	e.Helper()

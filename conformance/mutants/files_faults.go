@@ -49,6 +49,7 @@ type badFiles struct {
 	lookup   func(context.Context, [][]connector.StoreKey) ([]int, error)
 	get, put func(connector.Item) error
 	close    func() error
+	first    bool // Put names the first item that failed alone
 }
 
 // faulty plants a fault.
@@ -74,7 +75,11 @@ func (b *badFiles) Get(ctx context.Context, items []connector.Item) error {
 
 // Put implements connector.Store.
 func (b *badFiles) Put(ctx context.Context, items []connector.Item) error {
-	return each(ctx, items, b.put)
+	err := each(ctx, items, b.put)
+	if b.first {
+		return ofFirst(err)
+	}
+	return err
 }
 
 // Close implements connector.Store.
@@ -143,6 +148,10 @@ func damageFaults() []fileFault {
 				}
 				return err
 			}
+			return nil
+		}},
+		{"first", "disk-full", "names the first block alone that did not fit", false, func(b *badFiles) error {
+			b.first = true
 			return nil
 		}},
 		{"unlinked", "removed-open", "goes on in a file that was removed", false, inOneFile},

@@ -274,6 +274,12 @@ func TestMutantsHaveNames(t *testing.T) {
 func TestOffloadReference(t *testing.T) {
 	config := json.RawMessage(`{"disk_path":"@TMP@/tier","disk_bytes":65536}`)
 	conformance.Run(t, conformance.InProcess(mutants.Offload(""), config), conformance.Store, conformance.Offload)
+	for _, c := range []json.RawMessage{json.RawMessage(`{"num_cpu_blocks":64}`), config} {
+		r := conformance.Check(t.Context(), conformance.Wire(mutants.Watched(""), c), conformance.Options{Only: []string{"event-evicted"}})[0]
+		if decided(t, r) {
+			require.Equal(t, conformance.Pass, r.Status, "%v", r.Log)
+		}
+	}
 }
 
 // The verdict of a run that ends at the first failure is about the fault: where saves are acknowledged too early most cases fail, and only one

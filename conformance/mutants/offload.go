@@ -172,6 +172,13 @@ func (s *tiered) read(k connector.StoreKey) *kept {
 
 // Get implements connector.Store.
 func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
+	if s.fault == "kept pins" {
+		s.pin(items)
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		defer s.unpin(items)
+	}
 	return each(ctx, items, func(it connector.Item) error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
@@ -201,6 +208,23 @@ func (s *tiered) Get(ctx context.Context, items []connector.Item) error {
 		s.use(it.Key)
 		return nil
 	})
+}
+
+// pin keeps what is in memory there.
+func (s *tiered) pin(items []connector.Item) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		s.pinned[it.Key] = s.memory[it.Key] != nil
+	}
+}
+
+func (s *tiered) unpin(items []connector.Item) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, it := range items {
+		delete(s.pinned, it.Key)
+	}
 }
 
 // loaded is what lies in a block at the end of a load; faults of loads are here.
@@ -385,6 +409,52 @@ func (s *tiered) Reset(context.Context) (bool, error) {
 // Close implements connector.Store.
 func (s *tiered) Close() error { return nil }
 
+// Watched is Offload whose blocks have events, without limits of time.
+func Watched(fault string) connector.Plugin {
+	d := sdk.Definition{Name: "WatchedReference", Version: "1", Scope: connector.ScopeEngine, Capabilities: connector.CanReset | connector.CanEvents}
+	return sdk.FromStore(d, func(ctx context.Context, env connector.Env, c OffloadConfig) (connector.Store, error) {
+		store, err := openOffload(fault)(ctx, env, c)
+		if err != nil {
+			return nil, err
+		}
+		return &watched{tiered: store.(*tiered), had: map[connector.StoreKey]bool{}}, nil //nolint:forcetypeassert // it opens nothing else
+	})
+}
+
+// watched is the Store of Watched.
+type watched struct {
+	*tiered
+	removed func([]connector.StoreKey)
+	had     map[connector.StoreKey]bool
+}
+
+// Watch implements sdk.Watchable.
+func (w *watched) Watch(removed func([]connector.StoreKey)) { w.removed = removed }
+
+// Put implements connector.Store.
+func (w *watched) Put(ctx context.Context, items []connector.Item) error {
+	err := w.tiered.Put(ctx, items)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	there := func(k connector.StoreKey) bool { return w.memory[k] != nil || slices.Contains(w.files, k) }
+	for _, it := range items {
+		w.had[it.Key] = w.had[it.Key] || there(it.Key)
+	}
+	var gone []connector.StoreKey
+	for k, had := range w.had {
+		if !there(k) {
+			delete(w.had, k)
+			if had {
+				gone = append(gone, k)
+			}
+		}
+	}
+	if w.fault != "untold" && len(gone) > 0 {
+		w.removed(gone)
+	}
+	return err
+}
+
 // boundedFaults are about what options bound; no case of tiers notices them.
 func boundedFaults() (out []Unseen) {
 	for _, f := range []struct {
@@ -397,6 +467,7 @@ func boundedFaults() (out []Unseen) {
 		{"a time that begins again with each load", "ttl again", []string{"OFF-10"}},
 		{"a time that a load forgets", "ttl hot", []string{"OFF-10"}},
 		{"one pin for two loads", "one pin", []string{"KEY-06", "WORK-01"}},
+		{"a load that keeps its pins when it is cancelled", "kept pins", []string{"OFF-05"}},
 		{"declined blocks that are named by their place among the new ones", "names", []string{"OFF-05", "WORK-02"}},
 	} {
 		const config = `{"num_cpu_blocks":4000}` // named cases have large batches
@@ -434,5 +505,8 @@ func offloadMutants() (out []Mutant) {
 			Plugin: func() connector.Plugin { return Offload(m.fault) },
 		})
 	}
-	return out
+	return append(out, Mutant{
+		Name: "a tier that does not say what it gives up", Case: "event-evicted", Config: `{"num_cpu_blocks":64}`,
+		Plugin: func() connector.Plugin { return Watched("untold") },
+	})
 }

@@ -139,7 +139,7 @@ func sizeFaults() []Unseen {
 				}
 				return it
 			})
-		}).or("STORE-04", "WORK-08", "LAYOUT-03"),
+		}).or("STORE-04", "WORK-08", "LAYOUT-03").also("shapes"),
 		unseen(sizes, "keeps the length of a block in 16 bits", "WORK-01", func(s *badStore) {
 			s.put = func(ctx context.Context, items []connector.Item) error {
 				for _, it := range items {
@@ -442,7 +442,7 @@ func sharedFaults() []Unseen {
 		planted(states, "knows four ranks", "KEY-07", derived(func(k connector.BlockKey, f connector.Fingerprint, g uint16, s connector.Shard) connector.StoreKey {
 			s.Rank = min(s.Rank, 3)
 			return right(k, f, g, s)
-		})).or("STORE-03"),
+		})).or("STORE-03").also("many-shards"),
 		planted(groups, "knows two groups", "KEY-08", derived(func(k connector.BlockKey, f connector.Fingerprint, g uint16, s connector.Shard) connector.StoreKey {
 			return right(k, f, min(g, 1), s)
 		})).or("GROUP-03", "GROUP-04", "KEY-07", "WORK-01", "STORE-05").also("shapes"),

@@ -22,6 +22,10 @@ func rankFaults() []fault {
 			s.Rank &= 1
 			return right(k, f, g, s)
 		})},
+		{"keeps the rank in three bits", "many-shards", derived(func(k connector.BlockKey, f connector.Fingerprint, g uint16, s connector.Shard) connector.StoreKey {
+			s.Rank &= 7
+			return right(k, f, g, s)
+		})},
 		{"ignores the number of ranks", "other-world", derived(func(k connector.BlockKey, f connector.Fingerprint, g uint16, s connector.Shard) connector.StoreKey {
 			s.World = 0
 			return right(k, f, g, s)

@@ -67,6 +67,7 @@ type remote struct {
 	password string
 	prefix   string
 	log      *slog.Logger
+	first    bool // Put names the first item that failed alone
 
 	failure func(error) error                                      // what an error of the server means
 	refusal func(error) error                                      // the error of opening with a wrong password
@@ -195,7 +196,7 @@ func (s *remote) Get(ctx context.Context, items []connector.Item) error {
 
 // Put implements connector.Store.
 func (s *remote) Put(ctx context.Context, items []connector.Item) error {
-	return s.each(items, func(it connector.Item) error {
+	err := s.each(items, func(it connector.Item) error {
 		if s.skips != nil && !it.Replace && s.skips(s.key(it.Key)) {
 			return nil
 		}
@@ -211,6 +212,18 @@ func (s *remote) Put(ctx context.Context, items []connector.Item) error {
 		}
 		return nil
 	})
+	if s.first {
+		return ofFirst(err)
+	}
+	return err
+}
+
+// ofFirst is the error of a call that ended its work with the first item that failed, and says nothing of those behind it.
+func ofFirst(err error) error {
+	if failed, ok := errors.AsType[*connector.ItemError](err); ok {
+		failed.Items = failed.Items[:1]
+	}
+	return err
 }
 
 // same reports whether the value of a key is the block as it is.

@@ -115,6 +115,9 @@ func believingFaults() []remoteFault {
 				return s.gone(err)
 			}
 		}},
+		{"busy-first", "remote-busy", "a remote store that names the first block alone which a busy server refused", namesFirst},
+		{"full-first", "remote-full", "a remote store that names the first block alone for which a full server has no room", namesFirst},
+		{"cut-first", "remote-cut-save", "a remote store that names the first block alone whose connection was cut", namesFirst},
 		{"lists-are-fine", "remote-type", "a remote store that takes an error of the server for a block", func(s *remote) {
 			s.failure = func(err error) error {
 				if strings.HasPrefix(err.Error(), "WRONGTYPE") {
@@ -139,6 +142,9 @@ func believingFaults() []remoteFault {
 		}},
 	}
 }
+
+// namesFirst ends a pipeline's answers with the first error, although all its commands have failed.
+func namesFirst(s *remote) { s.first = true }
 
 // forgettingFaults do not see that the server has changed, or see it for ever.
 func forgettingFaults() []remoteFault {

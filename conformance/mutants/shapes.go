@@ -35,6 +35,14 @@ func shapeMutants() []Mutant {
 		changed("a store that counts the spans of a block in 8 bits", func(spans [][]byte) [][]byte { return spans[:len(spans)&0xFF] }),
 		changed("a store that loses spans which fill whole pages", without(func(n int) bool { return n%4096 == 0 })),
 		changed("a store that copies words of 8 bytes, and no shorter spans", without(func(n int) bool { return n < 8 })),
+		changed("a store whose frames take 8 MiB of a block", func(spans [][]byte) [][]byte {
+			room := 8 << 20
+			for n, span := range spans {
+				spans[n] = span[:min(len(span), room)]
+				room -= len(spans[n])
+			}
+			return spans
+		}),
 		mutant("a store that names absent blocks by their places in a page of a load", "large-batch", func(s *badStore) {
 			s.get = func(ctx context.Context, items []connector.Item) error {
 				err := s.memory.Get(ctx, items)

@@ -113,22 +113,27 @@ func (g *generator) boundedSteps() {
 	}
 }
 
-// withLoads adds loads of anything to a step.
+// withLoads adds loads of anything to a step, some of which are cancelled.
 func (g *generator) withLoads(step Step) Step {
 	for range 1 + g.IntN(3) {
 		var c Call
 		g.load(&c)
+		if c.Kind == Load {
+			g.cancel(&c, 3)
+		}
 		step = append(step, c)
 	}
 	return step
 }
 
-// crowd loads a prompt two or three times, each a little later than the one before, while others are saved.
+// crowd loads a prompt two or three times, each a little later than the one before, while others are saved. Some of the loads are cancelled.
 func (g *generator) crowd(n int) (step Step) {
 	const quarter = time.Millisecond / 4
 	at := time.Duration(0)
 	for range 2 + g.IntN(2) {
-		step = append(step, Call{Kind: Load, Keys: slices.Clone(g.prompt[n]), After: at})
+		c := Call{Kind: Load, Keys: slices.Clone(g.prompt[n]), After: at}
+		g.cancel(&c, 3)
+		step = append(step, c)
 		at += time.Duration(1+g.IntN(8)) * quarter
 	}
 	for range 2 + g.IntN(3) {

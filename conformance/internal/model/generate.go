@@ -250,12 +250,7 @@ func (g *generator) lifeCall() (Call, bool) {
 
 func (g *generator) call() Call {
 	c := Call{Engine: g.IntN(g.engines)}
-	if g.chance(1, 6) {
-		c.Cancel = time.Duration(g.IntN(1500)) * time.Microsecond
-		if g.chance(1, 3) {
-			c.Cancel = -1
-		}
-	}
+	g.cancel(&c, 6)
 	switch n := g.IntN(10); {
 	case g.o.Reset && g.chance(1, 16):
 		c.Kind, c.Cancel = Reset, 0
@@ -267,6 +262,17 @@ func (g *generator) call() Call {
 		g.match(&c)
 	}
 	return c
+}
+
+// cancel ends a call early, or before it begins, with a chance of one in oneIn.
+func (g *generator) cancel(c *Call, oneIn int) {
+	if !g.chance(1, oneIn) {
+		return
+	}
+	c.Cancel = time.Duration(g.IntN(1500)) * time.Microsecond
+	if g.chance(1, 3) {
+		c.Cancel = -1
+	}
 }
 
 // some chooses blocks of a prompt, in prefix order.
