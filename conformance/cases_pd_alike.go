@@ -62,7 +62,7 @@ func (p *pd) forget(pr *prompt) {
 // fetched so late in their leases that their reports, which may be left out, may also come while another hold has the number.
 func (p *pd) fetchedBy(d *pd, all []*prompt) bool {
 	p.Helper()
-	const reportTime = time.Second // before the end of a lease
+	const reportTime = soon // before the end of a lease
 	var sure []*prompt
 	for _, pr := range all {
 		for range pr.consumers() {
@@ -124,7 +124,9 @@ func (p *pd) sharesSlots(d *pd) {
 	}
 	first.blocks = first.blocks[shared:]
 	p.sweep()
-	p.fetchedBy(d, []*prompt{second})
+	if !second.over() {
+		p.fetchedBy(d, []*prompt{second})
+	}
 }
 
 // handInParts is hand of a prompt that is computed in two steps, of which the first ends with full block k. What becomes full is saved after
@@ -154,7 +156,7 @@ func takeRest(d *pd, pr *prompt, first int) {
 	if n == 0 {
 		return // nothing but a partial block is left, and that is not offered
 	}
-	right, err := d.fetch(pr, loading{first: first, n: n})
+	right, err := d.fetch(pr, loading{first: first, n: n, insists: true})
 	if err != nil {
 		d.inLease(pr)
 		d.missed(pr, err, "load of hold %d from block %d on: %v", pr.hold.ID, first, err)

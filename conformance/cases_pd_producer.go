@@ -181,19 +181,20 @@ func pdAllRanks(r *rig) {
 	d := p.taker()
 	for _, order := range [][]int{{0, 1, 2}, {2, 1, 0}} {
 		pr := p.hand(3, 0)
+		p.forget(pr)
 		r.equal(3, d.offer(pr, 0), "blocks offered")
 		last := len(order) - 1
 		for i, rank := range order {
 			if i == last && !pr.hold.Weak && pr.hold.Consumers < 2 {
 				p.silent(pr, 0)
 			}
-			if _, err := d.fetch(pr, loading{n: 3, ranks: []int{rank}}); err != nil {
+			if _, err := d.fetch(pr, loading{n: 3, ranks: []int{rank}, insists: true}); err != nil {
 				r.inLease(pr)
 				d.missed(pr, err, "load of rank %d: %v", rank, err)
 				return
 			}
 			if i == 0 { // as one that was tried again; it may bring nothing
-				_, _ = d.fetch(pr, loading{n: 3, ranks: []int{rank}})
+				_, _ = d.fetch(pr, loading{n: 3, ranks: []int{rank}, insists: true})
 			}
 		}
 		p.consumed(pr, 1)
@@ -270,7 +271,7 @@ func (d *pd) takeFrom(pr *prompt, first int) {
 		return
 	}
 	n = min(n, content-first)
-	right, err := d.fetch(pr, loading{first: first, n: n, limit: pdDeadline * time.Duration(1+n/pdBlocks)})
+	right, err := d.fetch(pr, loading{first: first, n: n, insists: true, limit: pdDeadline * time.Duration(1+n/pdBlocks)})
 	if err != nil {
 		d.inLease(pr)
 		d.missed(pr, err, "load of %d blocks of hold %d from block %d on: %v", n, pr.hold.ID, first, err)

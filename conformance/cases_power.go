@@ -195,7 +195,7 @@ func holdConsumed(r *rig) {
 		r.equal(3*blockTokens, d.ask(q)[0].Tokens, "tokens offered for the ticket")
 		to := blocks(4, keysOf(bs)...)
 		d.wipe(0, to...)
-		p.hangsUp(holder)
+		p.pollsInVain(holder)
 		r.must(d.loadTicket(r.Context(), to, hold.Ticket), "load with the ticket")
 		d.holds(to...)
 		ctx, cancel := context.WithTimeout(r.Context(), soon)
@@ -213,8 +213,8 @@ func holdConsumed(r *rig) {
 	}
 }
 
-// hangsUp ends a Consumed that has nothing to report, as hosts do for other news. What happens later is for the next call.
-func (e *engine) hangsUp(holder connector.Holder) {
+// pollsInVain ends a Consumed that has nothing to report, as hosts do for other news. What happens later is for the next call.
+func (e *engine) pollsInVain(holder connector.Holder) {
 	e.Helper()
 	const wait = 30 * time.Millisecond
 	ctx, cancel := context.WithTimeout(e.Context(), wait)

@@ -117,9 +117,11 @@ func (d *pd) fetch(pr *prompt, l loading) (right int, err error) {
 // loadRanks is a load as hosts make it: on all of its ranks at once. A Planner is asked before, as in move. It gives the error of each rank.
 func (d *pd) loadRanks(t *connector.Transfer, l *loading) []error {
 	d.Helper()
-	ctx, cancel := context.WithTimeout(d.Context(), l.limit)
-	todo, err := d.planned(ctx, *t, false)
-	cancel()
+	var todo []connector.Transfer
+	err := d.returns("Plan", l.limit, func(ctx context.Context) (err error) {
+		todo, err = d.planned(ctx, *t, false)
+		return err
+	})
 	if err != nil {
 		return []error{err}
 	}
@@ -217,7 +219,7 @@ func (d *pd) take(pr *prompt) {
 		d.missed(pr, nil, "%d blocks of hold %d are offered, want %d", n, pr.hold.ID, len(pr.keys))
 		return
 	}
-	right, err := d.fetch(pr, loading{n: min(n, len(pr.content()))})
+	right, err := d.fetch(pr, loading{n: min(n, len(pr.content())), insists: true})
 	if err != nil {
 		d.missed(pr, err, "load of hold %d: %v", pr.hold.ID, err)
 		d.FailNow()

@@ -197,14 +197,16 @@ func unnamed(err error, of []connector.Block) (keys []connector.BlockKey) {
 	return keys
 }
 
-// offersUnnamed checks that those blocks are offered.
+// offersUnnamed checks that those blocks are offered soon.
 func (e *engine) offersUnnamed(err error, of []connector.Block) {
 	e.Helper()
 	for _, k := range unnamed(err, of) {
-		if e.tryMatch([]connector.BlockKey{k}) == 0 {
-			e.Errorf("a block is not offered although the error of its save does not name it: %v", err)
-			return
-		}
+		e.eventually(soon, func() string {
+			if e.tryMatch([]connector.BlockKey{k}) == 0 {
+				return fmt.Sprintf("a block is not offered although the error of its save does not name it: %v", err)
+			}
+			return ""
+		})
 	}
 }
 
