@@ -146,7 +146,11 @@ func shapes(r *rig) {
 			layouts[n].Groups[0].BlockTokens, groups[0].Segments, groups[0].Bytes)
 		e, err := r.on(inst, setup{layout: &layouts[n], world: all[n].Ranks, shape: what})
 		r.must(err, "engine")
-		if tokens := all[n].Tokens; tokens > 0 || groups[0].Bytes > mustTake {
+		large := groups[0].Bytes > mustTake
+		if large && e.env.Arena != nil && int64(len(e.env.Arena)) < 2*groups[0].Bytes {
+			continue // the memory that it asked for has no place for such a block
+		}
+		if tokens := all[n].Tokens; tokens > 0 || large {
 			err := e.opens()
 			if errors.Is(err, connector.ErrIncompatible) {
 				if tokens > 0 {

@@ -110,12 +110,14 @@ func (n *pdNode) tellEnd(from *pdTicket) error {
 
 // answerTurnFaults are about answers that no case has: of conversations of several turns, with partial blocks, on two ranks.
 func answerTurnFaults() []Unseen {
-	return unseenPairs(turns, "random-turns", []unseenPair{
+	tail := unseenPairs(turns, "random-turns", []unseenPair{
+		{"an engine that loads from the first block on where the last is partial", pdFaults{tailFrom: true}, []string{"TURN-04", "TURN-05"}},
+	})
+	return append(unseenPairs(turns, "random-turns", []unseenPair{
 		{"an engine that gives up an answer whose first slot is reused", pdFaults{firstGone: true}, []string{"TURN-05"}},
 		{"an engine that ends an answer when the conversation's next is there", pdFaults{endsTurn: true}, []string{"TURN-04", "TURN-05"}},
-		{"an engine that loads from the first block on where the last is partial", pdFaults{tailFrom: true}, []string{"TURN-04", "TURN-05"}},
 		{"an engine whose second rank loads from the first block on", pdFaults{rankFrom: true}, []string{"TURN-04", "TURN-05"}},
-	})
+	}), tail[0].also("pd-part"))
 }
 
 // endTurn notes how an answer begins, and ends earlier ones that begin as it does: for faults. The caller holds mu.
