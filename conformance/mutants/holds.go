@@ -7,17 +7,18 @@ func holdFaults() (out []Unseen) {
 		name   string
 		faults pdFaults
 		rules  []string
+		also   []string // named cases that find it, too
 	}{
-		{"a hold that ends with another whose prompt begins alike", pdFaults{endsAlike: true}, arrives},
-		{"a hold that ends when a request is aborted whose prompt begins alike", pdFaults{abortsAlike: true}, arrives},
-		{"sixteen numbers for holds", pdFaults{sixteen: true}, append(arrives, "HOLD-02")},
-		{"one report for holds that end at about the same time", pdFaults{reportsOne: true}, []string{"PD-04"}},
+		{"a hold that ends with another whose prompt begins alike", pdFaults{endsAlike: true}, arrives, []string{"pd-alike"}},
+		{"a hold that ends when a request is aborted whose prompt begins alike", pdFaults{abortsAlike: true}, arrives, nil},
+		{"sixteen numbers for holds", pdFaults{sixteen: true}, append(arrives, "HOLD-02"), nil},
+		{"one report for holds that end at about the same time", pdFaults{reportsOne: true}, []string{"PD-04"}, []string{"pd-alike"}},
 	} {
 		m := pdMutant(f.name, "random-holds", f.faults)
 		if f.faults.reportsOne { // what is fetched late in its lease may not be reported
 			m.Config = `{"lease_ms":60000}`
 		}
-		out = append(out, Unseen{Class: pairs, Rules: f.rules, Mutant: m})
+		out = append(out, Unseen{Class: pairs, Rules: f.rules, Mutant: m, Also: f.also})
 	}
 	return out
 }
