@@ -42,11 +42,7 @@ func (p *pd) handAs(name connector.RequestID, keys []connector.BlockKey, more in
 	pr := p.layOut(keys, 0, more)
 	pr.request = name
 	p.must(p.saveOnly(p.Context(), pr.transfer(0, pr.blocks)), "save of request %q", name)
-	p.endRequest(pr, connector.ReasonLength)
-	if pr.hold.Ticket == nil {
-		p.Errorf("request %q, whose consumer was announced, has no ticket", name)
-		p.FailNow()
-	}
+	p.handOver(pr)
 	p.forget(pr)
 	return pr
 }
@@ -136,31 +132,6 @@ func (p *pd) handInParts(full, more, k int) *prompt {
 	pr := p.layOut(nil, full, more)
 	p.must(p.saveOnly(p.Context(), pr.transfer(0, pr.blocks[:k])), "save of the first blocks of a prompt")
 	p.must(p.saveOnly(p.Context(), pr.transfer(k, pr.blocks[k:full])), "save of the next blocks of a prompt")
-	p.endRequest(pr, connector.ReasonLength)
-	if pr.hold.Ticket == nil {
-		p.Errorf("a finished request whose blocks were saved in two parts has no ticket")
-		p.FailNow()
-	}
+	p.handOver(pr)
 	return pr
-}
-
-// takeRest has a consumer that has the first blocks of a prompt load the others, with the partial last one if that is offered.
-func takeRest(d *pd, pr *prompt, first int) {
-	d.Helper()
-	n := min(d.offer(pr, first), len(pr.blocks)-first)
-	if n < len(pr.keys)-first {
-		d.inLease(pr)
-		d.missed(pr, nil, "%d blocks of hold %d are offered to a consumer that has %d of %d", n, pr.hold.ID, first, len(pr.blocks))
-		return
-	}
-	if n == 0 {
-		return // nothing but a partial block is left, and that is not offered
-	}
-	right, err := d.fetch(pr, loading{first: first, n: n, insists: true})
-	if err != nil {
-		d.inLease(pr)
-		d.missed(pr, err, "load of hold %d from block %d on: %v", pr.hold.ID, first, err)
-		return
-	}
-	d.equal(n, right, "blocks of hold %d that arrived from block %d on", pr.hold.ID, first)
 }

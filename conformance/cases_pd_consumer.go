@@ -94,7 +94,7 @@ func pdPart(r *rig) {
 		p.consumed(pr, 1)
 	}
 	for _, first := range []int{2, 5} {
-		takeRest(d, p.hand(5, 2), first)
+		d.takeFrom(p.hand(5, 2), first)
 	}
 }
 

@@ -255,7 +255,7 @@ func pdLong(r *rig) {
 	d.takeFrom(p.hand(full, 0), 0)
 }
 
-// takeFrom is take of a prompt that takes its time, to an engine that has its first blocks. A lease that ends before the load says nothing.
+// takeFrom is take of a prompt that may take its time, by an engine that has its first blocks. A lease that ends before the load says nothing.
 func (d *pd) takeFrom(pr *prompt, first int) {
 	d.Helper()
 	began, content := time.Now(), len(pr.content())
@@ -270,7 +270,9 @@ func (d *pd) takeFrom(pr *prompt, first int) {
 		d.missed(pr, nil, "%d blocks of hold %d are offered to a consumer that has %d of %d", n, pr.hold.ID, first, content)
 		return
 	}
-	n = min(n, content-first)
+	if n = min(n, content-first); n == 0 {
+		return // nothing but a partial block is left, and that is not offered
+	}
 	right, err := d.fetch(pr, loading{first: first, n: n, insists: true, limit: pdDeadline * time.Duration(1+n/pdBlocks)})
 	if err != nil {
 		d.inLease(pr)

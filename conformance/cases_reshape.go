@@ -111,11 +111,7 @@ func (e *cutEngine) hand(tokens int) cutPrompt {
 	}
 	t := connector.Transfer{Request: p.request, Tokens: tokens, Blocks: p.blocks}
 	e.must(e.saveOnly(e.Context(), t), "save")
-	e.endRequest(p.prompt, connector.ReasonLength)
-	if p.hold.Ticket == nil {
-		e.Errorf("a finished request whose consumer was announced has no ticket")
-		e.FailNow()
-	}
+	e.handOver(p.prompt)
 	return p
 }
 

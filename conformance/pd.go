@@ -355,15 +355,21 @@ func (p *pd) endRequest(pr *prompt, reason connector.Reason) {
 	p.held = append(p.held, pr)
 }
 
+// handOver ends a request whose consumer is announced, so that its hold has a ticket.
+func (p *pd) handOver(pr *prompt) {
+	p.Helper()
+	p.endRequest(pr, connector.ReasonLength)
+	if pr.hold.Ticket == nil {
+		p.Errorf("request %q, which has finished and whose consumer was announced, has no ticket", pr.request)
+		p.FailNow()
+	}
+}
+
 // hand computes a prompt and ends it with a consumer announced.
 func (p *pd) hand(full, more int) *prompt {
 	p.Helper()
 	pr := p.compute(full, more)
-	p.endRequest(pr, connector.ReasonLength)
-	if pr.hold.Ticket == nil {
-		p.Errorf("a finished request whose consumer was announced has no ticket")
-		p.FailNow()
-	}
+	p.handOver(pr)
 	return pr
 }
 
